@@ -30,6 +30,7 @@ __all__ = [
     "BorrowedPackedLinear",
     "BorrowedProduct",
     "BorrowedRMSNorm",
+    "check_linear",
     "is_torch",
     "view",
 ]
@@ -84,12 +85,23 @@ class BorrowedBias(Borrowed, Bias):
         return self.bias.shape[0]
 
 
+def check_linear(weight: Any, bias: Any) -> None:
+    """ValueError if parameters have shapes that a `torch.nn.Linear` does not make."""
+    if weight.dim() != 2:
+        raise ValueError(f"[view] weight must have 2 dimensions, got {weight.dim()}")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        shape = list(weight.shape[:1])
+        raise ValueError(f"[view] bias must have shape {shape}, got {list(bias.shape)}")
+
+
 class BorrowedLinear(FusibleOperation):
     """A `torch.nn.Linear`: its product, and its bias if it has one. If `is_transposed`, it is a
     module with a weight `[in_features, out_features]`, as in GPT-2."""
 
     def __init__(self, owner: nn.Module, is_transposed: bool = False) -> None:
         super().__init__()
+        weight: Any = owner.weight.t() if is_transposed else owner.weight  # type: ignore[operator]
+        check_linear(weight, owner.bias)
         product = BorrowedTransposedProduct if is_transposed else BorrowedProduct
         # This bypasses nn.Module, which would register the parts as submodules.
         self.__dict__["_parts"] = (product(owner), BorrowedBias(owner))

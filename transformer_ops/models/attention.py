@@ -42,7 +42,7 @@ from .attention_ops import (
     NoKeyBias,
 )
 from .norms import norm
-from .parts import part
+from .parts import linear, part
 from .pattern import Names
 from .rules import FuseSkip, FuseUnfit
 from .whole import name_of
@@ -116,6 +116,8 @@ class TransformersAttention(AttentionCall):
         heads = attention.num_heads, attention.num_kv_heads
         if heads[0] % heads[1] or heads[0] < 1:
             raise FuseSkip(f"{heads[0]} query heads are no multiple of {heads[1]}")
+        if getattr(module, "num_key_value_groups", heads[0] // heads[1]) * heads[1] != heads[0]:
+            raise FuseSkip(f"{heads[1]} key heads are not repeated to {heads[0]}")
         if "num_heads" in names:
             kinds = names["num_heads"], names.get("num_kv_heads", names["num_heads"])
             if heads != tuple(getattr(module, name) for name in kinds):
@@ -155,7 +157,7 @@ class TransformersAttention(AttentionCall):
             if "part_size" in self.names and product.out_features != 3 * self.widths(module)[0]:
                 raise FuseSkip("it attends to another sequence")
             return packed
-        found = [_linear(getattr(module, self.names[name])) for _, name in PARTS]
+        found = [linear(getattr(module, self.names[name])) for _, name in PARTS]
         if len({one.bias is None for one in found}) > 1:
             raise FuseSkip("some of its products have a bias, and some have none")
         if len({parameter.dtype for one in found for parameter in one.parameters()}) > 1:
@@ -256,12 +258,12 @@ class TimmAttention(AttentionCall):
     def _products(self, module: Any) -> list[FusibleOperation]:
         query, key = self.widths(module)
         if module.qkv is None:
-            found = [_linear(getattr(module, self.names[name])) for _, name in PARTS]
+            found = [linear(getattr(module, self.names[name])) for _, name in PARTS]
             if [one.weight.shape[0] for one in found] != [query, key, key]:
                 raise FuseSkip("its products are not as wide as its heads")
             has_bias = [one.bias is not None for one in found]
             return [BorrowedPackedLinear(*found) if len({*has_bias}) == 1 else NoKeyBias(*found)]
-        packed = _linear(module.qkv)
+        packed = linear(module.qkv)
         if packed.weight.shape[0] != query + 2 * key:
             raise FuseSkip("its product is not as wide as its heads")
         biases = [self.names.get(f"{name}_bias", "") for _, name in PARTS]
@@ -298,19 +300,12 @@ def _tables_of_timm(rope: Tensor, prefix: int) -> tuple[Tensor, Tensor]:
     return torch.cat([cos.new_ones(shape), cos]), torch.cat([sin.new_zeros(shape), sin])
 
 
-def _linear(module: Any) -> nn.Linear:
-    if not is_torch(module, nn.Linear):
-        raise FuseSkip(f"{name_of(module)} is not a torch.nn.Linear")
-    found: nn.Linear = module
-    return found
-
-
 def _product(module: Any) -> BorrowedLinear:
     """The product of a `torch.nn.Linear`, or of a module that computes the same."""
     found = [] if isinstance(module, nn.Linear) else part(module)
     if len(found) == 1 and isinstance(found[0], BorrowedLinear):
         return found[0]
-    return BorrowedLinear(_linear(module))
+    return BorrowedLinear(linear(module))
 
 
 def _norms_of(

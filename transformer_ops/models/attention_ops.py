@@ -17,6 +17,7 @@ from ..ops.make_extra_output import MakeExtraOutput
 from ..ops.rope import RoPE
 from ..views import BorrowedPackedLinear, BorrowedRMSNorm
 from .pattern import Names
+from .whole import check_number
 
 __all__ = [
     "AttentionCall",
@@ -104,6 +105,8 @@ class BorrowedAttention(Borrowed, Attention):
         own, names = self.__dict__, call.names
         own["_names"], own["call"] = names, call
         own["_watched"] = tuple(names[name] for name in _NUMBERS if name in names)
+        for name in self._watched:
+            check_number(owner, name)
         self.choose((False, False, None, False))
 
     @property

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .. import _C
 from ..op.borrowed import class_of
-from .reads import Chain, Reads, is_of_torch, is_replaced, reads_of_function
+from .reads import Chain, Reads, cell_of, is_of_torch, is_replaced, reads_of_function
 from .rules import FuseSkip
 from .statements import function_of
 
@@ -45,10 +45,9 @@ class Facts:
 
     def add_module(self, module: nn.Module, name: str) -> None:
         """All that a call of the module reads: its `forward` and the methods that this calls."""
-        for called in ("__call__", "__getattr__"):
-            self._guards.add_class_attribute(
-                class_of(module), called, f"the class of {name} has another {called}"
-            )
+        for called in ("__call__", "__getattr__", "forward"):
+            text = f"the class of {name} has another {called}"
+            self._guards.add_class_attribute(type(module), called, text)
         self.add_function(class_of(module).forward, module, name)
 
     def add_function(self, method: Any, module: nn.Module | None = None, name: str = "") -> None:
@@ -75,8 +74,8 @@ class Facts:
 
     def _add_name(self, function: types.FunctionType, chain: Chain) -> None:
         name, *attributes = chain
-        if name in function.__code__.co_freevars:
-            cell = (function.__closure__ or ())[function.__code__.co_freevars.index(name)]
+        cell = cell_of(function, name)
+        if cell is not None:
             self._guards.add_attribute(cell, "cell_contents", f"{name} has changed")
             found = getattr(cell, "cell_contents", _ABSENT)
         else:
@@ -123,7 +122,7 @@ class Facts:
                 return
 
     def _attribute(self, owner: Any, attribute: str, name: str) -> Any:
-        kind, text = class_of(owner), f"{attribute} of {name} has changed"
+        kind, text = type(owner), f"{attribute} of {name} has changed"
         if not self._is_new(id(owner), attribute):
             return getattr(owner, attribute, _ABSENT)
         static = next((vars(c)[attribute] for c in kind.__mro__ if attribute in vars(c)), _ABSENT)

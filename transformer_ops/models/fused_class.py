@@ -86,6 +86,7 @@ class FusedModule(nn.Module):
     _tops_base: type[nn.Module]
     _tops_sites: tuple[Site, ...]
     _tops_methods: dict[str, Any]  # of the base, which the methods here were made from
+    _tops_made: dict[str, Any]  # the methods here
     _tops_conditions: tuple[Condition | None, ...]
 
     qconfig = passed_over(_why_passed_over)
@@ -235,6 +236,7 @@ def fused_class(base: type[nn.Module], sites: tuple[Site, ...]) -> type[nn.Modul
             "__doc__": base.__doc__,
         }
         found = _with_wrappers(base, names, list(methods))
+        found._tops_made = {method: getattr(found, method) for method in methods}  # type: ignore[attr-defined]
         _classes[key] = found
     return found
 

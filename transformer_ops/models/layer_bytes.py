@@ -160,6 +160,7 @@ def _calls(model: nn.Module, path: list[str]) -> Iterator[None]:
         finally:
             path.pop()
 
+    noting._tops_noted = call  # type: ignore[attr-defined]
     nn.Module.__call__ = noting  # type: ignore[method-assign]
     try:
         yield

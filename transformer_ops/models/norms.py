@@ -15,7 +15,7 @@ from ..views import BorrowedLayerNorm, BorrowedRMSNorm
 from .pattern import Names, Pattern
 from .rules import FuseSkip
 from .statements import function_of
-from .whole import find, names_in, patterns
+from .whole import check_number, find, name_of, names_in, patterns
 
 __all__ = ["NORMS_OF_INPUT_DTYPE", "NORMS_THAT_PROMOTE", "norm"]
 
@@ -208,20 +208,37 @@ class _CenteredLayerNorm(BorrowedLayerNorm):
     zero_centered_gamma = True
 
 
-def _rms(module: Any, names: Names) -> FusibleOperation:
+def _rms_of_weight(module: Any, names: Names) -> FusibleOperation:
+    _check_weight(module)
+    check_number(module, names["eps"])
     return BorrowedRMSNorm(module, names["eps"])
+
+
+def _rms(module: Any, names: Names) -> FusibleOperation:
+    if getattr(module, names["eps"]) is not None:
+        check_number(module, names["eps"])
+    return BorrowedRMSNorm(module, names["eps"])
+
+
+def _check_weight(module: Any) -> None:
+    if module.weight.dim() != 1:
+        raise FuseSkip(f"{name_of(module)} has a weight of {module.weight.dim()} dimensions")
 
 
 def _rms_centered(module: Any, names: Names) -> FusibleOperation | None:
     found = _CENTERED_METHOD.match_all(function_of(class_of(module)._norm))
     if found is None:
         return None
+    _check_weight(module)
+    check_number(module, found["eps"])
     return BorrowedRMSNorm(module, found["eps"], zero_centered_gamma=True)
 
 
 def _rms_with_offset(module: Any, names: Names) -> FusibleOperation | None:
     if getattr(module, names["dim"]) != -1:
         return None
+    _check_weight(module)
+    check_number(module, names["eps"])
     has_offset = bool(getattr(module, names["has_offset"]))
     return BorrowedRMSNorm(module, names["eps"], zero_centered_gamma=has_offset)
 
@@ -232,6 +249,7 @@ def _rms_if_not_fast(module: Any, names: Names) -> FusibleOperation:
 
 
 def _layer(module: Any, names: Names) -> FusibleOperation:
+    check_number(module, "eps")
     return BorrowedLayerNorm(module)
 
 
@@ -241,8 +259,8 @@ def _layer_if_not_fast(module: Any, names: Names) -> FusibleOperation:
 
 
 def _layer_without_bias(module: Any, names: Names) -> FusibleOperation:
-    if module.weight.dim() != 1:
-        raise FuseSkip(f"{class_of(module).__name__} has a weight for each head")
+    _check_weight(module)
+    check_number(module, names["eps"])
     return _LayerNormWithoutBias(module, names["eps"])
 
 
@@ -259,9 +277,10 @@ def _of_channels(module: Any, names: Names) -> FusibleOperation:
 # What the forward of a class may compute, and the op for it.
 _NORMS: tuple[tuple[tuple[Pattern, ...], Callable[[Any, Names], FusibleOperation | None]], ...] = (
     (
-        patterns(*_WRITTEN_OUT, _WRITTEN_OUT_IN_FLOAT32, _RMS_NORM, _RMS_NORM_IN_FLOAT32),
-        _rms,
+        patterns(*_WRITTEN_OUT, _WRITTEN_OUT_IN_FLOAT32),
+        _rms_of_weight,
     ),
+    (patterns(_RMS_NORM, _RMS_NORM_IN_FLOAT32), _rms),
     (patterns(_CENTERED), _rms_centered),
     (patterns(_WITH_OFFSET), _rms_with_offset),
     (patterns(_FAST_RMS_NORM), _rms_if_not_fast),
@@ -295,7 +314,10 @@ def _centered_layer_norm(module: Any) -> FusibleOperation | None:
         return None
     if not _turns_autocast_off(known.get("maybe_autocast")):
         return None
-    return None if module.weight is None else _CenteredLayerNorm(module)
+    if module.weight is None:
+        return None
+    check_number(module, "eps")
+    return _CenteredLayerNorm(module)
 
 
 def _turns_autocast_off(function: Any) -> bool:

@@ -21,15 +21,16 @@ from ..views import (
     BorrowedLayerScale,
     BorrowedLinear,
     BorrowedPackedLinear,
+    check_linear,
     is_torch,
     view,
 )
 from .norms import norm
 from .pattern import Names, Pattern, Steps, register_step
 from .rules import FuseSkip, FuseUnfit
-from .whole import find, name_of, names_in, patterns, unknown
+from .whole import check_number, find, name_of, names_in, patterns, unknown
 
-__all__ = ["count_products", "ops_of", "part"]
+__all__ = ["count_products", "linear", "ops_of", "part"]
 
 MakeOp = Callable[[], FusibleOperation]
 
@@ -183,6 +184,7 @@ def _drop_path(module: Any) -> FusibleOperation | None:
             return None
         if not getattr(module, names["scales"]):
             raise FuseSkip("it drops paths without a factor for the others")
+    check_number(module, names["p"])
     return BorrowedDropPath(module, names["p"])
 
 
@@ -225,16 +227,26 @@ def part(module: nn.Module) -> list[FusibleOperation]:
 # ---- steps
 
 
-def _linear(module: nn.Module) -> nn.Module:
+def linear(module: Any) -> nn.Linear:
+    """The module, if it is a `torch.nn.Linear` that ops know; else FuseSkip with the reason."""
     if not is_torch(module, nn.Linear):
         raise FuseSkip(f"{name_of(module)} is not a torch.nn.Linear")
-    return module
+    try:
+        check_linear(module.weight, module.bias)
+    except ValueError as error:
+        raise FuseSkip(str(error).removeprefix("[view] ")) from None
+    found: nn.Linear = module
+    return found
 
 
 def _gated(module: Any, names: Names) -> list[FusibleOperation]:
-    gate, up = (_linear(getattr(module, names[name])) for name in ("gate", "up"))
+    gate, up = (linear(getattr(module, names[name])) for name in ("gate", "up"))
     if len({parameter.dtype for one in (gate, up) for parameter in one.parameters()}) > 1:
         raise FuseSkip("gate and up have different dtypes")
+    if (gate.bias is None) != (up.bias is None):
+        raise FuseSkip("only one of gate and up has a bias")
+    if gate.weight.shape != up.weight.shape:
+        raise FuseSkip("gate and up have different shapes")
     return [BorrowedPackedLinear(gate, up), *_gated_half(module, names)]
 
 
@@ -253,8 +265,7 @@ def _factor(module: Any, names: Names) -> list[FusibleOperation]:
     factor = getattr(module, names["factor"])
     if _is_channels(factor):
         return [BorrowedLayerScale(module, names["factor"])]
-    if not isinstance(factor, int | float):
-        raise FuseSkip(f"{names['factor']} is no number")
+    check_number(module, names["factor"])
     return [ConstantScale(float(factor))]
 
 
@@ -263,8 +274,7 @@ def _optional_factor(module: Any, names: Names) -> list[FusibleOperation]:
 
 
 def _dropout(module: Any, names: Names) -> list[FusibleOperation]:
-    if not isinstance(getattr(module, names["p"]), int | float):
-        raise FuseSkip(f"{names['p']} is no number")
+    check_number(module, names["p"])
     return [BorrowedDropout(module, names["p"])]
 
 
@@ -280,7 +290,7 @@ def _part(module: Any, names: Names) -> list[FusibleOperation]:
 
 
 def _product_of_its_dtype(module: Any, names: Names) -> list[FusibleOperation]:
-    _linear(getattr(module, names["part"]))
+    linear(getattr(module, names["part"]))
     return _part(module, names)
 
 

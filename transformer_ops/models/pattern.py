@@ -9,12 +9,12 @@ import inspect
 import itertools
 import math
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from .reads import is_replaced, objects_of
+from .reads import is_replaced, objects_of, value_of_name
 from .statements import Value, Window, body_of, read_first, value_of
 
 __all__ = [
@@ -54,13 +54,13 @@ class Scope(NamedTuple):
     """What names mean in a function."""
 
     locals: frozenset[str]
-    globals: Mapping[str, Any]
+    value_of: Callable[[str], Any]
 
     @classmethod
     def of(cls, function: Callable[..., Any]) -> Scope:
         code = function.__code__
         found = {*code.co_varnames, *code.co_cellvars} - {"self"}
-        return cls(frozenset(found), function.__globals__)
+        return cls(frozenset(found), functools.partial(value_of_name, function))
 
     def object_of(self, node: ast.expr) -> Any:
         """What a name of a module or `module.name` is; None for a local variable, and for what took
@@ -70,7 +70,7 @@ class Scope(NamedTuple):
             found = getattr(owner, node.attr, None)
             return None if is_replaced(owner, node.attr, found) else found
         if isinstance(node, ast.Name) and node.id not in self.locals:
-            return self.globals.get(node.id, getattr(builtins, node.id, None))
+            return self.value_of(node.id)
         return None
 
 
@@ -291,7 +291,7 @@ def _is_part_of_local(node: Any, scope: Scope) -> bool:
     return is_simple and scope.locals.issuperset(names)
 
 
-_PATTERNS = Scope(frozenset(), _MODULES)
+_PATTERNS = Scope(frozenset(), lambda name: _MODULES.get(name, getattr(builtins, name, None)))
 
 
 def _some(match: _Match | None) -> Iterator[_Match]:

@@ -15,11 +15,14 @@ __all__ = [
     "Chain",
     "Objects",
     "Reads",
+    "Source",
+    "cell_of",
     "is_of_torch",
     "is_replaced",
     "objects_of",
     "reads_of",
     "reads_of_function",
+    "value_of_name",
 ]
 
 Chain = tuple[str, ...]
@@ -88,19 +91,41 @@ class Objects:
         return hash(self._ids)
 
 
-def objects_of(function: Callable[..., Any]) -> Objects:
-    """What the names that a function reads are now. What is matched by them is a match as long as
-    they stay."""
-    return Objects(_objects(function))
+def objects_of(function: Callable[..., Any], reads: Reads | None = None) -> Objects:
+    """What the names that a function reads are now, or those among them that some statements read.
+    What is matched by them is a match as long as they stay."""
+    return Objects(_objects(function, reads_of_function(function) if reads is None else reads))
 
 
-def _objects(function: Any) -> Iterator[Any]:
-    for name, *attributes in reads_of_function(function).others:
-        value: Any = function.__globals__.get(name, getattr(builtins, name, None))
+def _objects(function: Any, reads: Reads) -> Iterator[Any]:
+    for name, *attributes in reads.others:
+        value = value_of_name(function, name)
         yield value
         for attribute in attributes:
             value = vars(value).get(attribute) if isinstance(value, types.ModuleType) else None
             yield value
+
+
+def cell_of(function: Any, name: str) -> types.CellType | None:
+    """Where a variable of a function around this one is; None if it has no such variable."""
+    names = function.__code__.co_freevars
+    return function.__closure__[names.index(name)] if name in names else None
+
+
+def value_of_name(function: Any, name: str) -> Any:
+    """What a name of a function is that is no local variable; None if it is nothing."""
+    cell = cell_of(function, name)
+    if cell is not None:
+        return getattr(cell, "cell_contents", None)
+    return function.__globals__.get(name, getattr(builtins, name, None))
+
+
+class Source(NamedTuple):
+    """Statements of a function: what they read, and what the names were when they were matched."""
+
+    function: Any
+    reads: Reads
+    objects: Objects
 
 
 def is_replaced(owner: Any, name: str, function: Any) -> bool:

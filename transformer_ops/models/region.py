@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import types
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from .. import _C
 from ..op.base import FusibleOperation
@@ -20,9 +22,10 @@ from .attention_ops import AttentionChoice, BorrowedAttention, attention_in, cho
 from .branches import may_run
 from .facts import Facts
 from .pattern import Names, Steps
-from .reads import Reads
+from .reads import Source, objects_of
 from .rules import FuseRule, FuseSkip
 from .statements import Condition
+from .whole import name_of
 from .widths import Widths, widths_of
 
 __all__ = ["IS_OFF", "RECOMPUTE", "REGIONS", "Region", "State", "set_recompute"]
@@ -81,12 +84,11 @@ class Region:
         self,
         rule: FuseRule,
         names: Names,
-        function: Any,
-        reads: Reads,
+        source: Source,
         conditions: Sequence[Condition] = (),
     ) -> None:
         self.rule, self.names, self._conditions = rule, names, conditions
-        self._function, self._reads = function, reads
+        self._source = source
         # Regions within this one, which nobody asks while this one runs.
         self.inside: list[Region] = []
         self.state = _NO_STATE
@@ -94,6 +96,13 @@ class Region:
         self._calls = self._changes = 0
         # While these hold, the statements run.
         self._closed: _C.Guards | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Region:
+        """Of a module's copy: it looks at that module."""
+        found = copy.copy(self)
+        found.forget()
+        found.inside = copy.deepcopy(self.inside, memo)
+        return found
 
     @property
     def sequential(self) -> Sequential | None:
@@ -213,7 +222,7 @@ class Region:
     def _add_facts(self, guards: _C.Guards, module: nn.Module, ops: Sequence[nn.Module]) -> None:
         """Adds what the statements depend on. FuseSkip for what cannot be watched."""
         facts = Facts(guards)
-        facts.add_reads(self._function, self._reads, module, "the module")
+        facts.add_reads(self._source.function, self._source.reads, module, "the module")
         for part in _unique(self.parts(module)):
             facts.add_module(part, _name_in(module, part))
         attention = attention_in(ops)
@@ -262,6 +271,15 @@ class Region:
         for name, method in getattr(kind, "_tops_methods", {}).items():
             if getattr(kind._tops_base, name) is not method:
                 raise FuseSkip(f"its class has another {name}")
+        function, reads, objects = self._source
+        if objects_of(function, reads) != objects:
+            raise FuseSkip("a name in its statements means something else than before")
+        parametrized = (
+            one for one in (module, *_unique(self.parts(module))) if is_parametrized(one)
+        )
+        if (one := next(parametrized, None)) is not None:
+            # To read such a parameter computes it.
+            raise FuseSkip(f"{name_of(one)} has parametrizations")
         ops = self._ops(module)
         widths_of(ops)
         self._check(self.parts(module))

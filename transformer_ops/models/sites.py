@@ -11,10 +11,10 @@ from torch import nn
 
 from ..op.borrowed import class_of
 from .pattern import Arguments, Found, Pattern, Scope, arguments_in
-from .reads import Objects, objects_of, reads_of
+from .reads import Objects, Source, objects_of, reads_of
 from .region import Region
 from .rules import FuseRule, FuseSkip, FuseUnfit
-from .statements import function_of, windows_of
+from .statements import Window, function_of, windows_of
 
 __all__ = ["Site", "SiteKey", "all_sites", "blocked_sites", "find_sites"]
 
@@ -29,14 +29,11 @@ class Site(NamedTuple):
     rule: FuseRule
     pattern: Pattern
     found: Found  # in the body of the function
-    function: Any
+    source: Source
 
     def region(self) -> Region:
         """Ops in its place, for one module."""
-        window = self.found.window
-        tests = (test for test, _ in window.assumed)
-        reads = reads_of((*window.statements, *tests), self.function.__code__)
-        return Region(self.rule, self.found.names, self.function, reads, window.conditions)
+        return Region(self.rule, self.found.names, self.source, self.found.window.conditions)
 
     @property
     def arguments(self) -> Arguments | None:
@@ -153,13 +150,19 @@ def _sites_in(function: Any, rules: tuple[FuseRule, ...], objects: Objects) -> l
         return []
     scope = Scope.of(function)
     found = [
-        Site(rule, pattern, place, function)
+        Site(rule, pattern, place, _source(function, place.window))
         for rule in reversed(rules)
         for pattern in rule.patterns
         for place in pattern.find(windows, scope)
         if _may_stand_for(place)
     ]
     return sorted(found, key=lambda site: site.found.window.lines[0])
+
+
+def _source(function: Any, window: Window) -> Source:
+    tests = (test for test, _ in window.assumed)
+    reads = reads_of((*window.statements, *tests), function.__code__)
+    return Source(function, reads, objects_of(function, reads))
 
 
 def _may_stand_for(place: Found) -> bool:

@@ -12,7 +12,7 @@ from ..op.borrowed import class_of
 from .pattern import Names, Pattern
 from .rules import FuseSkip
 
-__all__ = ["find", "name_of", "names_in", "patterns", "unknown", "whole"]
+__all__ = ["check_number", "find", "name_of", "names_in", "patterns", "unknown", "whole"]
 
 
 def patterns(*texts: str) -> tuple[Pattern, ...]:
@@ -54,3 +54,10 @@ def names_in(function: Any, pattern: Pattern) -> Names | None:
     """The names that make a pattern the statements of a function that nothing is wrapped around."""
     is_plain = inspect.isfunction(function) and not hasattr(function, "__wrapped__")
     return pattern.match_text(function) if is_plain else None
+
+
+def check_number(module: nn.Module, name: str) -> None:
+    """FuseSkip if an attribute is no number: a tensor may train, or change its value."""
+    found = getattr(module, name)
+    if not isinstance(found, int | float):
+        raise FuseSkip(f"{name} is no number but a {type(found).__name__}")

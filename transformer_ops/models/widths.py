@@ -55,33 +55,32 @@ class Widths(NamedTuple):
 def widths_of(ops: Iterable[nn.Module]) -> Widths | None:
     """The widths of what ops take; None if there are ops that are not known here. FuseSkip if rows
     that are added, normalized or scaled do not have the same width."""
+    if not all(isinstance(op, FusibleOperation) for op in ops):
+        return None
     first: int | None = None
-    width: int | None = None  # that of the input
+    width: int | None = None  # that of the input, divided by a number
+    divisor = 1
     channels: dict[str | None, int | None] = {}
     others: list[int | None] = []
     basics = [b for op in ops if isinstance(op, FusibleOperation) for b in op.basic_ops]
-    if not all(isinstance(op, FusibleOperation) for op in ops):
-        return None
     for op in basics:
         wanted, given = _of(op)
         if wanted is not None and wanted != width:
-            if width is not None or (first is not None and first != wanted):
+            if width is not None or first is not None:
                 raise FuseSkip(f"{op._kind} broadcasts rows of {width or first} to {wanted}")
-            first = width = wanted
+            first, width = wanted * divisor, wanted
         if isinstance(op, MakeExtraOutput):
             channels[op._output_channels[0][0]] = width
         elif isinstance(op, AddExtraInput):
             channel = op._input_channels[0]
+            if width is None and divisor > 1:
+                raise FuseSkip("the sum is of rows of an unknown width")
             if channel is None:
                 others.append(width)
             elif channel in channels and (channels[channel] or first) != (width or first):
-                raise FuseSkip(
-                    f"the sum broadcasts rows of {width} to {channels[channel] or first}"
-                )
+                raise FuseSkip(f"the sum broadcasts rows of {width}")
         elif isinstance(op, _HALF):
-            width = None if width is None else width // 2
-            if width is None:
-                return None
+            width, divisor = (None, divisor * 2) if width is None else (width // 2, divisor)
         elif given is not None:
             width = given
         elif wanted is None and not isinstance(op, _SAME):

@@ -21,6 +21,8 @@ __all__ = [
 ]
 
 _PLAIN = (Tensor, nn.Parameter)
+# The function at import time, because somebody may replace that of torch's class.
+_CALL = nn.Module.__call__
 
 
 def class_of(module: nn.Module) -> type[Any]:
@@ -29,14 +31,20 @@ def class_of(module: nn.Module) -> type[Any]:
     return kind
 
 
+def _is_call(function: Any) -> bool:
+    """Whether it is the `__call__` of torch's modules, or notes the calls of it for a report."""
+    return getattr(function, "_tops_noted", function) is _CALL
+
+
 def find_obstacle(
     module: nn.Module, forward: Any, tensors: Iterable[str] = (), is_called: bool = True
 ) -> str | None:
     """Returns the reason why an op may not replace this module now, or None. Reasons are hooks, a
     `forward` other than this function, or parameters of a special class (adapters, quantizers,
     DTensor). If the op runs within that `forward` (not `is_called`), hooks do not matter."""
-    kind = class_of(module)
-    if kind.forward is not forward or kind.__call__ is not nn.Module.__call__:
+    kind, made = class_of(module), getattr(type(module), "_tops_made", {})
+    is_known = kind.forward is forward and made.get("forward") in (None, type(module).forward)
+    if not is_known or not _is_call(kind.__call__) or not _is_call(type(module).__call__):
         return f"the forward of its class {kind.__name__} is another one"
     own = vars(module)
     if is_called and "forward" in own:
