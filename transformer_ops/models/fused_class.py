@@ -142,8 +142,7 @@ class FusedModule(nn.Module):
             is_open = region.is_open(self)
         if not is_open:
             return None
-        widths = region.state.widths
-        return region if widths is None or widths.fit(input, others) else None
+        return region if region.state.may_take(input, others) else None
 
     def _tops_attention(
         self,
@@ -189,6 +188,11 @@ class FusedModule(nn.Module):
         attention.call.fill(attention.module, given.cache, rows)
         return output
 
+    def _replicate_for_data_parallel(self) -> Any:
+        replica = super()._replicate_for_data_parallel()  # type: ignore[misc]
+        replica.__dict__.pop(REGIONS, None)
+        return replica
+
     def __repr__(self) -> str:
         return f"Fused{super().__repr__()}"
 
@@ -198,6 +202,8 @@ class FusedModule(nn.Module):
         return {name: value for name, value in state.items() if name not in (REGIONS, IS_OFF)}
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        if "_tops_sites" not in vars(type(self)):  # a subclass that somebody made
+            return super().__reduce_ex__(protocol)
         keys = tuple(site.key for site in self._tops_sites)
         return _new, (self._tops_base, keys), self.__getstate__()
 
@@ -205,7 +211,9 @@ class FusedModule(nn.Module):
 def _new(base: type[nn.Module], keys: tuple[SiteKey, ...]) -> nn.Module:
     rules = rules_named(dict.fromkeys(name for name, *_ in keys))
     known = {site.key: site for site in all_sites(base, rules)}
-    kind = fused_class(base, tuple(known[key] for key in keys))
+    # Somebody may have replaced the method since.
+    sites = tuple(known[key] for key in keys if key in known)
+    kind = fused_class(base, sites) if sites else base
     return kind.__new__(kind)
 
 

@@ -8,7 +8,7 @@ import types
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from .. import _C
@@ -20,6 +20,7 @@ from ..runtime.policies import Policies
 from ..sequential import Sequential
 from .attention_ops import AttentionChoice, BorrowedAttention, attention_in, chosen
 from .branches import may_run
+from .captures import Captures, captures_of
 from .facts import Facts
 from .pattern import Names, Steps
 from .reads import Source, objects_of
@@ -70,6 +71,13 @@ class State:
         self.attention: BorrowedAttention | None = None
         self.variants: dict[AttentionChoice, Sequential] = {}
         self.widths: Widths | None = None
+        self.captures: list[Captures] = []
+
+    def may_take(self, input: Tensor, others: tuple[Any, ...]) -> bool:
+        """Whether the ops may run on these tensors, in the current call."""
+        if any(found.are_on() for found in self.captures):
+            return False
+        return self.widths is None or self.widths.fit(input, others)
 
 
 _NO_STATE = State([])
@@ -208,6 +216,7 @@ class Region:
             state.sequential = _sequential_of(module, ops)
             state.attention = attention_in(ops)
             state.widths = widths_of(ops)
+            state.captures = [found for one in modules[1:] if (found := captures_of(one))]
             state.reason = ""
         except FuseSkip as skip:
             state.reason = str(skip)
@@ -297,7 +306,8 @@ class Region:
             raise FuseSkip("there are hooks for all modules")
         for part in _unique(parts):
             kind = class_of(part)
-            obstacle = find_obstacle(part, kind.forward, part._parameters)
+            is_known = captures_of(part) is not None
+            obstacle = find_obstacle(part, kind.forward, part._parameters, has_known_hooks=is_known)
             if obstacle is not None:
                 raise FuseSkip(f"{kind.__name__}: {obstacle}")
         devices = {parameter.device for parameter in _parameters(parts)}

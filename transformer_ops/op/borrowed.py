@@ -37,11 +37,16 @@ def _is_call(function: Any) -> bool:
 
 
 def find_obstacle(
-    module: nn.Module, forward: Any, tensors: Iterable[str] = (), is_called: bool = True
+    module: nn.Module,
+    forward: Any,
+    tensors: Iterable[str] = (),
+    is_called: bool = True,
+    has_known_hooks: bool = False,
 ) -> str | None:
     """Returns the reason why an op may not replace this module now, or None. Reasons are hooks, a
     `forward` other than this function, or parameters of a special class (adapters, quantizers,
-    DTensor). If the op runs within that `forward` (not `is_called`), hooks do not matter."""
+    DTensor). If the op runs within that `forward` (not `is_called`), hooks do not matter; nor do
+    those that the caller knows."""
     kind, made = class_of(module), getattr(type(module), "_tops_made", {})
     is_known = kind.forward is forward and made.get("forward") in (None, type(module).forward)
     if not is_known or not _is_call(kind.__call__) or not _is_call(type(module).__call__):
@@ -49,7 +54,7 @@ def find_obstacle(
     own = vars(module)
     if is_called and "forward" in own:
         return "it has a forward of its own"
-    if is_called and any(own.get(name) for name in HOOKS):
+    if is_called and not has_known_hooks and any(own.get(name) for name in HOOKS):
         return "it has hooks"
     for name in tensors:
         if name not in module._parameters:
