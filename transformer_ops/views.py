@@ -265,10 +265,8 @@ class BorrowedRMSNorm(Borrowed, RMSNorm):
 
     @property
     def normalized_shape(self) -> tuple[int, ...]:  # type: ignore[override]
-        weight = self.weight
-        if weight is not None:
-            return tuple(weight.shape)
-        return tuple(self._parameter_owner.normalized_shape)  # type: ignore[arg-type]
+        shape: Any = getattr(self._parameter_owner, "normalized_shape", None)
+        return tuple(self.weight.shape if shape is None else shape)  # type: ignore[union-attr]
 
     @property
     def eps(self) -> float | None:  # type: ignore[override]

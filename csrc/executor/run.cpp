@@ -1,5 +1,6 @@
 #include "executor/run.h"
 
+#include <c10/core/InferenceMode.h>
 #include <algorithm>
 
 #include "executor/backward_pass.h"
@@ -28,7 +29,7 @@ bool under_functorch() {
 }
 
 bool requires_gradient(at::TensorList tensors) {
-  return at::GradMode::is_enabled() &&
+  return at::GradMode::is_enabled() && !c10::InferenceMode::is_enabled() &&
          std::ranges::any_of(tensors, [](const Tensor& tensor) { return tensor.requires_grad(); });
 }
 

@@ -1,6 +1,7 @@
 #include "runtime/pipeline.h"
 
 #include <ATen/autocast_mode.h>
+#include <c10/core/InferenceMode.h>
 
 #include <algorithm>
 
@@ -76,7 +77,7 @@ void Pipeline::note_optional(const OpNode& op) {
 void Pipeline::write_key(at::TensorList tensors, const std::vector<bool>& training,
                          const Recipe* recipe, PlanKey& key) const {
   const auto device = tensors[0].device().type();
-  key.grad_enabled = at::GradMode::is_enabled();
+  key.grad_enabled = at::GradMode::is_enabled() && !c10::InferenceMode::is_enabled();
   key.policies = policies_;
   key.device = to_device(device);
   key.autocast = autocast_dtype(device);

@@ -10,6 +10,7 @@ import types
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import timm
 import torch
@@ -348,3 +349,34 @@ def _shard(model: Any) -> None:
 
 def test_two_processes(tmp_path: Path) -> None:
     spawn(_train, str(tmp_path), ranks=2)
+
+
+def test_one_call_that_records_hidden_states() -> None:
+    """Its hooks stay on the modules, and record nothing in other calls."""
+    plain, model = llama(), llama()
+    tops.fuse(model)
+    tokens = torch.arange(12).view(2, 6)
+    layer = max(model.model.layers[0].fused.regions, key=lambda one: len(one.inside))
+    for options in ({}, {"output_hidden_states": True}, {}, {"output_attentions": True}, {}):
+        wanted, found = plain(input_ids=tokens, **options), model(input_ids=tokens, **options)
+        torch.testing.assert_close(found.logits, wanted.logits, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(found.hidden_states, wanted.hidden_states, rtol=1e-4, atol=1e-4)
+        assert layer.sequential is not None
+    assert model.model.layers[0].self_attn._forward_hooks
+
+
+def test_adapters_that_are_on_and_off() -> None:
+    """As a reference model in each step, and then merged."""
+    model = llama()
+    report = tops.fuse(model)
+    tokens = torch.arange(12).view(2, 6)
+    config = peft.LoraConfig(target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+    adapted = peft.get_peft_model(model, config)
+    for _ in range(40):
+        with adapted.disable_adapter():
+            adapted(input_ids=tokens)
+        adapted(input_ids=tokens)
+    want = adapted.eval()(input_ids=tokens).logits
+    merged = adapted.merge_and_unload()
+    torch.testing.assert_close(merged(input_ids=tokens).logits, want, rtol=1e-4, atol=1e-4)
+    assert "layer" in [row.rule for row in report.fused]

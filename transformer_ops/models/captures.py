@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from ..op.hooks import HOOKS
+from .reads import cell_of
 
 __all__ = ["Captures", "captures_of"]
 
@@ -35,9 +36,9 @@ def captures_of(module: nn.Module) -> Captures | None:
     for hook in module._forward_hooks.values():
         if getattr(hook, "__module__", "") != _MODULE:
             return None
-        names = hook.__code__.co_freevars
-        if "key" not in names:
+        cell = cell_of(hook, "key")
+        if cell is None:
             return None
-        keys.append(hook.__closure__[names.index("key")].cell_contents)
+        keys.append(cell.cell_contents)
     collector = getattr(sys.modules[_MODULE], "_active_collector", None)
     return None if collector is None else Captures(frozenset(keys), collector)

@@ -127,7 +127,8 @@ class Facts:
             return getattr(owner, attribute, _ABSENT)
         static = next((vars(c)[attribute] for c in kind.__mro__ if attribute in vars(c)), _ABSENT)
         is_computed = any(hasattr(type(static), special) for special in _PROPERTY_OR_SLOT)
-        is_module, own = isinstance(owner, nn.Module), getattr(owner, "__dict__", None)
+        is_module = isinstance(owner, nn.Module)
+        own: Any = getattr(owner, "__dict__", None)
         if is_module and (is_computed or kind.__getattribute__ is not object.__getattribute__):
             raise FuseSkip(f"{attribute} of {name} is a property")
         is_plain = not hasattr(kind, "__getattr__") and not is_computed and own is not None

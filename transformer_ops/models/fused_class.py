@@ -125,7 +125,8 @@ class FusedModule(nn.Module):
         region = self._tops_ready(i, input, others)
         return None if region is None else region.sequential
 
-    def _tops_ready(self, i: int, input: Any, others: tuple[Any, ...]) -> Region | None:
+    def _tops_ready(self, i: int, input: Any, others: tuple[Any, ...]) -> Any:
+        """The region, or None where its statements have to run."""
         # What torch.fx traces with is no tensor.
         if not isinstance(input, Tensor) or is_exporting():
             return None
@@ -134,7 +135,7 @@ class FusedModule(nn.Module):
             return None
         if is_compiling():
             is_open = bool(self._tops_open >> i & 1)
-            region: Region = self.__dict__[REGIONS][i] if is_open else None
+            region: Any = self.__dict__[REGIONS][i] if is_open else None
         elif self.__dict__.get(IS_OFF, False) or _sees_functions():
             return None
         else:
@@ -189,7 +190,7 @@ class FusedModule(nn.Module):
         return output
 
     def _replicate_for_data_parallel(self) -> Any:
-        replica = super()._replicate_for_data_parallel()  # type: ignore[misc]
+        replica = super()._replicate_for_data_parallel()
         replica.__dict__.pop(REGIONS, None)
         return replica
 

@@ -226,7 +226,7 @@ def _check_weight(module: Any) -> None:
 
 
 def _rms_centered(module: Any, names: Names) -> FusibleOperation | None:
-    found = _CENTERED_METHOD.match_all(function_of(class_of(module)._norm))
+    found = _CENTERED_METHOD.match_all(function_of(type(module)._norm))
     if found is None:
         return None
     _check_weight(module)

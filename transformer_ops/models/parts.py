@@ -155,7 +155,7 @@ def _linear_in_two(module: nn.Module) -> FusibleOperation | None:
 
 
 def _transposed_linear(module: Any) -> FusibleOperation | None:
-    if find(module, _TRANSPOSED_LINEARS) is None:
+    if find(module, _TRANSPOSED_LINEARS) is None or module.bias is None:
         return None
     return BorrowedLinear(module, is_transposed=True)
 

@@ -106,7 +106,7 @@ class Region:
         self._closed: _C.Guards | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Region:
-        """Of a module's copy: it looks at that module."""
+        """Makes the region of a copied module, which has no ops yet."""
         found = copy.copy(self)
         found.forget()
         found.inside = copy.deepcopy(self.inside, memo)

@@ -80,7 +80,8 @@ def tree_of(function: Callable[..., Any]) -> ast.FunctionDef | None:
 
 def compiled(tree: ast.FunctionDef, original: types.CodeType) -> types.CodeType:
     """The code of a definition, with the free variables of an original."""
-    definition = ast.FunctionDef(**{field: getattr(tree, field, None) for field in tree._fields})
+    fields: dict[str, Any] = {field: getattr(tree, field, None) for field in tree._fields}
+    definition = ast.FunctionDef(**fields)
     # Its body may use its own name.
     definition.name, definition.decorator_list, definition.returns = "_tops_inner", [], None
     # Free variables are those of a function around it.

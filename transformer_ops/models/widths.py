@@ -35,7 +35,7 @@ class Widths(NamedTuple):
     """The numbers in a row of what ops take; None for any number."""
 
     input: int | None
-    # Of the tensors that are added, in their order; None for as many as the input has.
+    # One for each tensor that is added, in their order; None for as many as the input has.
     others: tuple[int | None, ...]
 
     def fit(self, input: Tensor, others: tuple[Any, ...]) -> bool:
