@@ -137,6 +137,8 @@ class Facts:
             return getattr(owner, attribute, _ABSENT)
         self._guards.add_class_attribute(kind, attribute, text)
         if self._is_in(own, attribute, text):
+            if is_module and attribute in owner._parameters:
+                raise FuseSkip(f"{attribute} of {name} hides a parameter")
             return own[attribute]
         if static is not _ABSENT or not isinstance(owner, nn.Module):
             return static

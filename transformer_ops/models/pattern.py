@@ -323,8 +323,11 @@ def _matches_all(pairs: Sequence[tuple[Any, Any]], match: _Match, scope: Scope) 
 def _arguments(call: ast.Call, scope: Scope) -> dict[str, Any] | None:
     """What a function of Python is given, by the names of its parameters; None of another call."""
     function = scope.object_of(call.func)
-    if not inspect.isfunction(function):
-        return None
+    return _bound(call, function) if inspect.isfunction(function) else None
+
+
+@functools.lru_cache(maxsize=4096)
+def _bound(call: ast.Call, function: Callable[..., Any]) -> dict[str, Any] | None:
     keywords = {keyword.arg or "**": keyword.value for keyword in call.keywords}
     try:
         bound = _signature(function).bind(*call.args, **keywords)
@@ -461,6 +464,7 @@ def _is_zero(node: ast.expr) -> bool:
     return isinstance(node, ast.Constant) and node.value == 0 and type(node.value) is int
 
 
+@functools.lru_cache(maxsize=4096)
 def find_step(node: ast.expr, scope: Scope) -> tuple[Template, Names, ast.expr] | None:
     """The step that is last in an expression, its names, and what it takes."""
     for step in _steps:

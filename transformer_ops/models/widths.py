@@ -39,12 +39,14 @@ class Widths(NamedTuple):
     others: tuple[int | None, ...]
 
     def fit(self, input: Tensor, others: tuple[Any, ...]) -> bool:
-        """Whether these tensors have rows of these widths, and others as many as the input."""
+        """Whether these are tensors of real numbers whose rows have these widths, and others as many
+        as the input."""
         shape = input.shape
-        if not shape or self.input not in (None, shape[-1]):
+        if not shape or self.input not in (None, shape[-1]) or not input.is_floating_point():
             return False
         return all(
             isinstance(other, Tensor)
+            and other.is_floating_point()
             and other.shape[:-1] == shape[:-1]
             and other.dim() == len(shape)
             and other.shape[-1] == (shape[-1] if width is None else width)
