@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -249,15 +250,22 @@ class BorrowedLayerNorm(Borrowed, LayerNorm):
 class BorrowedRMSNorm(Borrowed, RMSNorm):
     """A `torch.nn.RMSNorm`, or another module that computes the same.
 
-    `eps`: the owner's attribute name; `zero_centered_gamma`: whether the scale is `1 + weight`.
+    `eps`: the owner's attribute name; `zero_centered_gamma`: whether the scale is `1 + weight`;
+    `of_weight`: whether it has the shape of its weight, and no `normalized_shape`.
     """
 
     def __init__(
-        self, owner: nn.Module, eps: str = "eps", zero_centered_gamma: bool = False
+        self,
+        owner: nn.Module,
+        eps: str = "eps",
+        zero_centered_gamma: bool = False,
+        *,
+        of_weight: bool = True,
     ) -> None:
         super().__init__(owner)
         own = self.__dict__
         own["_watched"], own["_gamma"] = (eps,), zero_centered_gamma
+        own["_is_of_weight"] = of_weight
 
     @property
     def weight(self) -> nn.Parameter | None:  # type: ignore[override]
@@ -265,8 +273,9 @@ class BorrowedRMSNorm(Borrowed, RMSNorm):
 
     @property
     def normalized_shape(self) -> tuple[int, ...]:  # type: ignore[override]
-        shape: Any = getattr(self._parameter_owner, "normalized_shape", None)
-        return tuple(self.weight.shape if shape is None else shape)  # type: ignore[union-attr]
+        if self.__dict__["_is_of_weight"]:
+            return tuple(self.weight.shape)  # type: ignore[union-attr]
+        return tuple(self._parameter_owner.normalized_shape)  # type: ignore[arg-type]
 
     @property
     def eps(self) -> float | None:  # type: ignore[override]
@@ -362,7 +371,7 @@ def _not_in_place(make: Callable[[Any], FusibleOperation]) -> Callable[[Any], Fu
 _MAKERS: dict[type[nn.Module], Callable[[Any], FusibleOperation]] = {
     nn.Linear: BorrowedLinear,
     nn.LayerNorm: BorrowedLayerNorm,
-    nn.RMSNorm: BorrowedRMSNorm,
+    nn.RMSNorm: functools.partial(BorrowedRMSNorm, of_weight=False),
     nn.Dropout: _not_in_place(BorrowedDropout),
     nn.GELU: BorrowedGELU,
     nn.SiLU: _not_in_place(BorrowedSiLU),

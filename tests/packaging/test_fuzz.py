@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from fuzz import FUZZERS
 
-pytestmark = pytest.mark.takes(seconds=50)
+pytestmark = pytest.mark.takes(seconds=75)
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 7
@@ -44,6 +44,12 @@ def test_fuzzer(name, all_fuzzers):
 
 def test_no_fuzzer_fails(all_fuzzers):
     found = all_fuzzers
+    assert found.returncode == 0, found.stdout[-8000:] + found.stderr[-2000:]
+
+
+def test_random_modules():
+    """Each seed is forty modules."""
+    found = run("--only", "modules", "--seeds", 3)
     assert found.returncode == 0, found.stdout[-8000:] + found.stderr[-2000:]
 
 

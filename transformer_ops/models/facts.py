@@ -45,7 +45,7 @@ class Facts:
 
     def add_module(self, module: nn.Module, name: str) -> None:
         """All that a call of the module reads: its `forward` and the methods that this calls."""
-        for called in ("__call__", "__getattr__", "forward"):
+        for called in ("__call__", "_call_impl", "__getattr__", "forward"):
             text = f"the class of {name} has another {called}"
             self._guards.add_class_attribute(type(module), called, text)
         self.add_function(class_of(module).forward, module, name)

@@ -217,7 +217,7 @@ def _rms_of_weight(module: Any, names: Names) -> FusibleOperation:
 def _rms(module: Any, names: Names) -> FusibleOperation:
     if getattr(module, names["eps"]) is not None:
         check_number(module, names["eps"])
-    return BorrowedRMSNorm(module, names["eps"])
+    return BorrowedRMSNorm(module, names["eps"], of_weight=False)
 
 
 def _check_weight(module: Any) -> None:

@@ -174,7 +174,7 @@ class Region:
 
     def check(self, module: nn.Module) -> None:
         """FuseSkip with the reason where the ops may not run now."""
-        self._add_facts(_C.Guards(), module, self.make(module))
+        self._make_watched(_C.Guards(), module)
 
     def may_run(self, module: nn.Module) -> bool:
         """Whether its statements are in no branch that attributes of the module rule out."""
@@ -182,7 +182,8 @@ class Region:
 
     def parts(self, module: nn.Module) -> list[nn.Module]:
         """The modules that the statements call."""
-        called = (getattr(module, name, None) for name in sorted(self._attributes()))
+        found = {**module._modules, **vars(module)}
+        called = (found.get(name) for name in sorted(self._attributes()))
         return [part for part in called if isinstance(part, nn.Module)]
 
     def covered(self, module: nn.Module) -> Iterator[nn.Module]:
@@ -210,8 +211,7 @@ class Region:
         state = State(modules)
         ops: Sequence[nn.Module] = ()
         try:
-            ops = self.make(module)
-            self._add_facts(state.guards, module, ops)
+            ops = self._make_watched(state.guards, module)
             _leave_guards_to_region(ops, modules)
             state.sequential = _sequential_of(module, ops)
             state.attention = attention_in(ops)
@@ -228,15 +228,19 @@ class Region:
         known = [one for one in self._states if one.modules == state.modules]
         self.state, self._states = state, [*known[1 - _MOST_STATES :], state]
 
-    def _add_facts(self, guards: _C.Guards, module: nn.Module, ops: Sequence[nn.Module]) -> None:
-        """Adds what the statements depend on. FuseSkip for what cannot be watched."""
+    def _make_watched(self, guards: _C.Guards, module: nn.Module) -> Sequence[nn.Module]:
+        """Makes the ops, and adds what the statements depend on. FuseSkip for what cannot be
+        watched."""
         facts = Facts(guards)
+        # These come first: to read a property may do something.
         facts.add_reads(self._source.function, self._source.reads, module, "the module")
+        ops = self.make(module)
         for part in _unique(self.parts(module)):
             facts.add_module(part, _name_in(module, part))
         attention = attention_in(ops)
         for function in () if attention is None else attention.call.functions():
             facts.add_function(function)
+        return ops
 
     def _add_guards(self, guards: _C.Guards, module: nn.Module, ops: Sequence[nn.Module]) -> None:
         """Adds what is known of all modules, whatever the statements read."""

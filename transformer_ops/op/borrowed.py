@@ -22,7 +22,7 @@ __all__ = [
 
 _PLAIN = (Tensor, nn.Parameter)
 # The function at import time, because somebody may replace that of torch's class.
-_CALL = nn.Module.__call__
+_CALL, _CALL_IMPL = nn.Module.__call__, nn.Module._call_impl
 
 
 def class_of(module: nn.Module) -> type[Any]:
@@ -49,10 +49,11 @@ def find_obstacle(
     those that the caller knows."""
     kind, made = class_of(module), getattr(type(module), "_tops_made", {})
     is_known = kind.forward is forward and made.get("forward") in (None, type(module).forward)
+    is_known &= type(module)._call_impl is _CALL_IMPL
     if not is_known or not _is_call(kind.__call__) or not _is_call(type(module).__call__):
         return f"the forward of its class {kind.__name__} is another one"
     own = vars(module)
-    if is_called and "forward" in own:
+    if is_called and ("forward" in own or "_call_impl" in own):
         return "it has a forward of its own"
     if is_called and not has_known_hooks and any(own.get(name) for name in HOOKS):
         return "it has hooks"
@@ -82,7 +83,8 @@ def add_guards(
     guards.add_type(module, f"{name} is of another class")
     guards.add_attribute(class_of(module), "forward", f"the class of {name} has another forward")
     if is_called:
-        guards.add_value(own, "forward", f"{name} has another forward")
+        for method in ("forward", "_call_impl"):
+            guards.add_value(own, method, f"{name} has another {method}")
         for hooks in HOOKS:
             guards.add_size(own, hooks, f"{name} has other hooks")
     for value in values:
