@@ -35,6 +35,33 @@ not edit. The docstring of each class has shapes, dtypes, errors and the source 
 """
 
 
+SLOTS = """\
+## Slots
+
+What a fusion in Python saves for the backward of an op, in this order. *dtype* is that in which the
+op computes; n is the number of elements of its input. A slot may be None if backward does not read
+it.
+"""
+
+STATISTIC = "float32, or float64 in float64"
+# (shape, dtype) of slots by name. A slot with another name must be added.
+SLOT_TEXTS = {
+    "input": ("(..., h)", "*dtype*"),
+    "mask": ("(ceil(n / 8),)", "uint8"),
+    "mean": ("that of the input without the normalized dimensions", STATISTIC),
+    "rstd": ("that of the input without the normalized dimensions", STATISTIC),
+    "factors": ("(first dimension of the input,)", STATISTIC),
+    "positions": ("(rows, top_k)", "int32"),
+    "output": ("(..., num_heads * head_dim)", "*dtype*"),
+    "log_sum_exp": ("(..., num_heads)", STATISTIC),
+    "seed": ("(2,), or (0,) without dropout", "int64"),
+    "statistics": ("(rows,)", STATISTIC),
+    "grads_input": ("(rows, h), or (0,) if it is not computed in forward", "*dtype*"),
+    "grads_weight": ("that of the weight, or (0,)", "*dtype*"),
+    "grads_bias": ("that of the bias, or (0,)", "*dtype*"),
+}
+
+
 def reference() -> str:
     """The text of the page."""
     kinds = {row["kind"]: row for row in _C.declarations()}
@@ -46,6 +73,8 @@ def reference() -> str:
         INTRO,
         "## Basic ops\n",
         table(["op", "computes", "parameters", "extra", "keeps"], map(op_row, ops)),
+        SLOTS,
+        table(["op", "slot", "shape", "dtype"], (line for row in ops for line in slot_rows(row))),
         "## Constructors\n",
         "```text",
         *(constructor(name) for name in sorted(of_class)),
@@ -122,6 +151,20 @@ def keeps(row: dict[str, Any]) -> str:
             condition = f" (where {' and '.join(conditions)})" if conditions else ""
             found.append(f"`{slot}` {size}{condition}")
     return ", ".join(found)
+
+
+def slot_rows(row: dict[str, Any]) -> list[list[str]]:
+    """The shape and dtype of each slot of an op."""
+    return [[f"`{row['kind']}`", f"`{slot}`", *slot_text(row, slot)] for slot in row["slots"]]
+
+
+def slot_text(row: dict[str, Any], slot: str) -> tuple[str, str]:
+    """(shape, dtype) of a slot."""
+    if slot in row["parameters"]:
+        return "that of the parameter", "that of the parameter"
+    if slot in (*row["extra_inputs"], "expert_ids"):
+        return "that of the extra tensor", "that of the extra tensor"
+    return SLOT_TEXTS[slot]
 
 
 def size_text(kind: str, slot: str) -> str:

@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "executor/compiler.h"
+#include "executor/host_results.h"
 
 namespace transformer_ops {
 namespace {
@@ -13,6 +14,10 @@ using Kind = Value::Kind;
 void Compiler::compile_host_forward(const Step& step) {
   const Plan& plan = program_.plan;
   Program::HostForward call{.step = forward_step_++, .name = step.name};
+  const auto define = [&](const Value& value) {
+    call.names.push_back(value);
+    call.results.push_back(forward_.define(value));
+  };
   const auto is_outside = [&](const std::optional<Value>& source) {
     return source && (source->kind == Kind::ExtraInput || source->op < step.first());
   };
@@ -23,18 +28,24 @@ void Compiler::compile_host_forward(const Step& step) {
     }
     call.dtypes.push_back(dtype_of(op));
   }
-  call.results.push_back(forward_.define({Kind::Main, step.last() + 1}));
+  define({Kind::Main, step.last() + 1});
   for (const int op : step.ops) {
     for (const std::string& name : plan.ops[op].extra_outputs) {
-      call.results.push_back(forward_.define({Kind::ExtraOutput, op, name}));
+      define({Kind::ExtraOutput, op, name});
     }
   }
   for (const int op : step.ops) {
     if (program_.keeps_own[op]) continue;
     for (const std::string& name : slots_of(op)) {
       const Value value{Kind::Slot, op, name};
-      call.results.push_back(forward_.define(value));
+      define(value);
       if (op >= plan.first_backward) sources_[value] = call.results.back();
+    }
+  }
+  call.native = NativeResults::of(plan, step);
+  if (call.native) {
+    for (const Value& name : call.native->parameters()) {
+      call.parameters.push_back(forward_.find(name));
     }
   }
   program_.forward.lines.push_back({std::move(call)});

@@ -50,7 +50,9 @@ class HostCall {
   // op, of the extra inputs of each op.
   virtual Tensors backward(int step, const BackwardArguments& arguments) = 0;
 
-  // For error texts.
+  // For error texts: "[Op] method", the method of a forward step that returns its outputs, or the
+  // one that saves its slots.
+  virtual std::string forward_method(int step, bool saves) = 0;
   virtual std::string parameter_name(int op, int k) = 0;
 
   // The buffers of a weight that accumulates, if a product may add to them directly. Otherwise the

@@ -5,6 +5,7 @@
 
 #include "executor/deferred_call.h"
 #include "executor/error_text.h"
+#include "executor/host_results.h"
 #include "op/decomposition.h"
 #include "op/dtype.h"
 
@@ -103,6 +104,12 @@ class Interpreter {
       const c10::impl::ForceDispatchKeyGuard as_called(frame_.callers);
       results = frame_.host->forward(call.step, dtypes, arguments);
     }
+    Tensors parameters;
+    parameters.reserve(call.parameters.size());
+    for (const int value : call.parameters) {
+      parameters.push_back(value < 0 ? Tensor() : values_[value]);
+    }
+    check_results(program_.plan, call, arguments, parameters, *frame_.host, results);
     for (size_t i = 0; i < call.results.size(); ++i) values_[call.results[i]] = results[i];
   }
 
@@ -123,6 +130,7 @@ class Interpreter {
       const c10::impl::ForceDispatchKeyGuard as_called(frame_.callers);
       results = frame_.host->backward(call.step, arguments);
     }
+    check_count(call.name, call.results.size(), results);
     for (size_t i = 0; i < call.results.size(); ++i) {
       const Result& result = call.results[i];
       if (result.value < 0) continue;
@@ -385,6 +393,13 @@ class Interpreter {
     TORCH_CHECK(metadata || gradient.defined() || !is_input, "[", call.name,
                 "] gradient of the input must be a tensor here, got None");
     if (!is_input && (!metadata || !takes_real_numbers(metadata->dtype))) return;
+    if (gradient.defined()) {
+      // Only autograd reads the gradient of a parameter, which may be sparse.
+      const bool may_be_sparse = result.of == Result::Of::Parameter && gradient.is_sparse();
+      const std::string fault = may_be_sparse ? "" : fault_of(gradient);
+      TORCH_CHECK(fault.empty(), "[", call.name, "] gradient of ", describe(result),
+                  " must be a dense tensor with memory, got ", fault);
+    }
     if (gradient.defined() && metadata) {
       // A buffer may have a wider dtype than its weight.
       gradient = fitted(

@@ -50,6 +50,16 @@ void unshare(Tensor& grad) {
 
 // ---- what the contexts of host steps save
 
+// A saved tensor may have any layout, because only the host reads it, but it must have memory.
+void check_memory(const Plan& plan, const std::vector<Tensors>& rows) {
+  for (size_t op = 0; op < plan.ops.size(); ++op) {
+    for (const Tensor& tensor : rows[op]) {
+      TORCH_CHECK(!tensor.defined() || !lacks_memory(tensor), "[", plan.ops[op].kind,
+                  "] forward must save tensors with memory, got a tensor whose memory was freed");
+    }
+  }
+}
+
 // Adds these tensors to those that the node saves, each once, and records their positions.
 void save_own(AutogradContext* context, const std::vector<Tensors>& rows, variable_list& saved) {
   std::vector<int64_t> positions;
@@ -185,6 +195,7 @@ variable_list PlanFunction::forward(AutogradContext* context, const PlanCall& ca
   if (!recorded.empty()) context->saved_data[kRecorded] = std::string(recorded);
   if (program->has_host_steps) {
     const std::vector<Tensors> own = host->saved();
+    check_memory(program->plan, own);
     save_own(context, own, saved);
     if (std::ranges::all_of(saved, [](const Tensor& tensor) { return is_real(tensor); })) {
       host->note_saved(saved_slots(*program, tensors, saved, own));

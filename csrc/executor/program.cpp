@@ -39,6 +39,7 @@ struct ValuesOf {
   void operator()(const Program::HostForward& call) {
     for (const int value : call.arguments) add(read, value);
     for (const auto& dtype : call.dtypes) add(read, dtype.parameter);
+    for (const int value : call.parameters) add(read, value);
     written = call.results;
   }
   void operator()(const Program::HostBackward& call) {

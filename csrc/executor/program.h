@@ -16,6 +16,7 @@
 
 namespace transformer_ops {
 
+class NativeResults;
 class PartialBackwards;
 
 // The user's name for an op in error texts: a class, and a path such as "op 1 of the Sequential".
@@ -116,6 +117,10 @@ struct Program {
       bool autocasts = false;
     };
     std::vector<OpDtype> dtypes;
+    std::vector<Value> names;  // parallel to results
+    // What the native ops that it covers return, null if it covers others; and their parameters.
+    std::shared_ptr<NativeResults> native = {};
+    std::vector<int> parameters = {};
   };
   struct HostBackward {
     int step;

@@ -19,11 +19,6 @@ uint64_t storage_of(const at::Tensor& tensor) {
 
 }  // namespace
 
-bool is_real(const at::Tensor& tensor) {
-  return !tensor.key_set().has(c10::DispatchKey::Python) && !tensor.is_meta() &&
-         !tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
-}
-
 SavedSlots saved_slots(const Program& program, at::TensorList tensors, const Tensors& saved,
                        const std::vector<Tensors>& own) {
   std::set<uint64_t> parameters;

@@ -3,6 +3,7 @@
 
 #include "executor/host.h"
 #include "executor/program.h"
+#include "executor/tensor_metadata.h"
 
 namespace transformer_ops {
 
@@ -15,9 +16,6 @@ SavedSlots saved_slots(const Program& program, at::TensorList tensors, const Ten
 
 // The bytes that a call of a native program would save, found on the meta device.
 SavedSlots saved_slots_for(const Program& program, at::TensorList tensors);
-
-// Does the tensor have real memory, so that it is neither meta nor part of a trace?
-bool is_real(const at::Tensor& tensor);
 
 // The forward values of a native program on the meta device. `tensors` give sizes and dtypes.
 Tensors run_on_meta(const Program& program, at::TensorList tensors);

@@ -1,5 +1,6 @@
 #include "executor/tensor_metadata.h"
 
+#include <ATen/EmptyTensor.h>
 #include <ATen/ExpandUtils.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/ScalarType.h>
@@ -8,19 +9,6 @@
 
 namespace transformer_ops {
 namespace {
-
-// Formats sizes as Python prints a tuple.
-std::string to_text(c10::SymIntArrayRef sizes) {
-  std::ostringstream text;
-  text << "(";
-  for (size_t i = 0; i < sizes.size(); ++i) text << (i > 0 ? ", " : "") << sizes[i];
-  text << (sizes.size() == 1 ? ",)" : ")");
-  return text.str();
-}
-
-std::string to_text(at::ScalarType dtype) {
-  return "torch." + std::string(c10::getDtypeNames(dtype).first);
-}
 
 // Metadata except for the sizes as one number: dtype, device type, device index (a byte each),
 // number of sizes; -1 for none.
@@ -44,6 +32,37 @@ int64_t head_of(const std::optional<TensorMetadata>& metadata) {
 }
 
 }  // namespace
+
+bool is_real(const at::Tensor& tensor) {
+  return !tensor.key_set().has(c10::DispatchKey::Python) && !tensor.is_meta() &&
+         !tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
+}
+
+bool lacks_memory(const at::Tensor& tensor) {
+  if (tensor.is_nested() || !is_real(tensor) || !tensor.has_storage()) return false;
+  const size_t needed = at::detail::computeStorageNbytes(
+      tensor.sizes(), tensor.strides(), tensor.itemsize(), tensor.storage_offset());
+  return tensor.numel() > 0 && tensor.storage().nbytes() < needed;
+}
+
+std::string shape_text(c10::SymIntArrayRef sizes) {
+  std::ostringstream text;
+  text << "(";
+  for (size_t i = 0; i < sizes.size(); ++i) text << (i > 0 ? ", " : "") << sizes[i];
+  text << (sizes.size() == 1 ? ",)" : ")");
+  return text.str();
+}
+
+std::string dtype_text(at::ScalarType dtype) {
+  return "torch." + std::string(c10::getDtypeNames(dtype).first);
+}
+
+std::string fault_of(const at::Tensor& tensor) {
+  if (tensor.is_nested()) return "a nested tensor";
+  if (tensor.is_quantized()) return "a quantized tensor";
+  if (tensor.layout() != at::kStrided) return c10::str("a tensor of layout ", tensor.layout());
+  return lacks_memory(tensor) ? "a tensor whose memory was freed" : "";
+}
 
 std::optional<TensorMetadata> metadata_of(const at::Tensor& tensor) {
   if (!tensor.defined()) return std::nullopt;
@@ -97,13 +116,13 @@ at::Tensor fitted(const std::string& step, const std::function<std::string()>& w
   const c10::SymIntArrayRef sizes = metadata.sizes;
   if (gradient.sym_sizes() != sizes) {
     if (!at::is_expandable_to(sizes, gradient.sym_sizes())) {
-      refuse(step, what(), "shape", to_text(sizes), to_text(gradient.sym_sizes()));
+      refuse(step, what(), "shape", shape_text(sizes), shape_text(gradient.sym_sizes()));
     }
     gradient = at::sum_to(std::move(gradient), sizes);
   }
   if (gradient.scalar_type() != metadata.dtype && !keep_dtype) {
     if (gradient.is_complex() && !at::isComplexType(metadata.dtype)) {
-      refuse(step, what(), "dtype", to_text(metadata.dtype), to_text(gradient.scalar_type()));
+      refuse(step, what(), "dtype", dtype_text(metadata.dtype), dtype_text(gradient.scalar_type()));
     }
     gradient = gradient.to(metadata.dtype);
   }

@@ -6,6 +6,7 @@
 
 #include <functional>
 #include <optional>
+#include <string>
 #include <vector>
 
 namespace transformer_ops {
@@ -20,6 +21,15 @@ struct TensorMetadata {
 using TensorMetadataList = std::vector<std::optional<TensorMetadata>>;
 
 std::optional<TensorMetadata> metadata_of(const at::Tensor& tensor);
+// Does the tensor have real memory, so that it is neither meta nor part of a trace?
+bool is_real(const at::Tensor& tensor);
+// As Python prints them.
+std::string shape_text(c10::SymIntArrayRef sizes);
+std::string dtype_text(at::ScalarType dtype);
+// A caller may free the memory of a storage that tensors still refer to.
+bool lacks_memory(const at::Tensor& tensor);
+// What keeps a native step from reading the memory of the tensor; empty if nothing does.
+std::string fault_of(const at::Tensor& tensor);
 at::Tensor zeros_like(const TensorMetadata& metadata);
 
 // Packs an id and metadata into saved data of an autograd node that compiled autograd understands.

@@ -10,6 +10,7 @@
 #include "executor/main_grad_passes.h"
 #include "executor/run.h"
 #include "executor/saved.h"
+#include "python/tensors.h"
 
 namespace transformer_ops::python {
 namespace {
@@ -68,6 +69,11 @@ class PythonHostCall : public HostCall {
     return tensors_from(ask("backward", step, to_python(arguments.grads),
                             to_python(arguments.saved), arguments.dtypes,
                             to_python(arguments.own)));
+  }
+
+  std::string forward_method(int step, bool saves) override {
+    const py::gil_scoped_acquire gil;
+    return py::cast<std::string>(ask("forward_method", step, saves));
   }
 
   std::string parameter_name(int op, int k) override {
@@ -143,7 +149,10 @@ py::object to_python(const at::Tensor& tensor) {
 }
 
 at::Tensor from_python(const py::handle& object) {
-  return object.is_none() ? at::Tensor() : THPVariable_Unpack(object.ptr());
+  if (object.is_none()) return {};
+  TORCH_CHECK_TYPE(is_tensor(object.ptr()), "[plan] a step must return tensors or None, got ",
+                   Py_TYPE(object.ptr())->tp_name);
+  return THPVariable_Unpack(object.ptr());
 }
 
 SharedHostCall make_host_call(std::shared_ptr<ProgramHandle> handle, py::object call,

@@ -30,8 +30,13 @@ bool has_torch_function(PyObject* tensor) {
 
 }  // namespace
 
+bool is_tensor(PyObject* object) {
+  auto* const type = reinterpret_cast<PyTypeObject*>(THPVariableClass);
+  return PyType_IsSubtype(Py_TYPE(object), type) != 0;
+}
+
 bool is_plain_tensor(PyObject* object) {
-  return THPVariable_Check(object) && !has_torch_function(object) && !is_distributed(object);
+  return is_tensor(object) && !has_torch_function(object) && !is_distributed(object);
 }
 
 bool is_distributed(PyObject* tensor) {

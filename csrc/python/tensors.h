@@ -10,6 +10,8 @@
 
 namespace transformer_ops::python {
 
+// Is it a tensor, and no object that only says so, such as a mock?
+bool is_tensor(PyObject* object);
 // Can C++ use the tensor? It must not be a DTensor, and its class must not intercept calls.
 bool is_plain_tensor(PyObject* object);
 // Is it a transformer_ops.QuantizedTensor? The class is set once.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -203,3 +204,62 @@ def test_every_call_that_leaves_a_graph_gives_its_reason() -> None:
 
     for function in (groups._run_outside, groups._call_outside):
         assert function._torchdynamo_disable_msg is groups._reason  # type: ignore[attr-defined]
+
+
+class Counter(tops.BasicOperation):
+    """Counts its calls in a buffer; `count` says how."""
+
+    def __init__(self, count):
+        super().__init__()
+        self.register_buffer("n", torch.zeros(()))
+        self.count = count
+
+    def op_forward_compute(self, input_, **unused):
+        self.count(self, input_)
+        return input_ * 2, ()
+
+    def op_forward_save_ctx(self, ctx, input_, tensors_to_save, **unused):
+        pass
+
+    def op_backward(self, ctx, grad_output):
+        return grad_output * 2, ()
+
+
+def in_place(op, x):
+    op.n += 1
+
+
+def by_assignment(op, x):
+    op.n = op.n + 1
+
+
+def as_attribute(op, x):
+    op.last = x
+
+
+def by_item(op, x):
+    op.scale = x.sum().item()
+
+
+def by_condition(op, x):
+    if x.sum() > 0:
+        op.n += 1
+
+
+@pytest.mark.parametrize("count", [in_place, by_assignment, as_attribute, by_item, by_condition])
+def test_a_compiled_op_that_changes_its_state(count):
+    module = tops.Sequential(tops.Linear(4, 4), Counter(count))
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    x = torch.randn(2, 4)
+    buffer = module[1].n
+    if count is in_place:
+        for _ in range(3):
+            compiled(x).sum().backward()
+        assert buffer == 3
+    else:
+        with pytest.raises(RuntimeError, match=r"\[Counter\] (n|last|methods) .*must .*, got "):
+            compiled(x)
+    assert module[1].n is buffer and "last" not in vars(module[1])
+    module[1].count = in_place
+    module(x).sum().backward()
+    torch.save(module[1].state_dict(), io.BytesIO())

@@ -46,7 +46,10 @@ WRONG = {
         lambda g: (g, (torch.ones(6, device="meta"),)),
         "gradient of parameter 'weight' of op 1 must have device cpu, got meta",
     ),
-    "no tensor": (lambda g: (g, (1.0,)), "gradient of a parameter must be a tensor or None"),
+    "no tensor": (
+        lambda g: (g, (1.0,)),
+        "op_backward must return .* of a parameter, got float 1.0",
+    ),
     "rows for a list": (
         lambda g: (g, g),
         "op_backward must return lists of parameter gradients, got Tensor",
@@ -135,7 +138,7 @@ def test_a_frozen_parameter_needs_no_gradient(x):
         ((), "must return 1 extra gradients for Wrong, got 0"),
         ((None, None), "must return 1 extra gradients for Wrong, got 2"),
         ((torch.ones(1, 6),), r"extra input 0 of op . must have shape \(4, 6\), got \(1, 6\)"),
-        ((2.0,), "gradient of an extra input must be a tensor or None, got 2.0"),
+        ((2.0,), "must return a tensor or None as the gradient of an extra input, got float 2.0"),
     ],
 )
 @pytest.mark.parametrize("routed", [False, True])

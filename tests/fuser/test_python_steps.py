@@ -94,14 +94,35 @@ def test_an_override_of_op_forward_wins_over_an_inherited_fuser_forward():
 
 
 def test_extra_tensors_need_fuser_methods():
-    class Wrong(BasicOperation):
-        num_extra_inputs = 1
+    message = r"\[Wrong\] an op with extra tensors must define fuser_{} .*, got 1 extra inputs"
+    with pytest.raises(TypeError, match=message.format("forward")):
 
+        class Wrong(BasicOperation):
+            num_extra_inputs = 1
+
+            def op_forward(self, ctx, input_, **unused):
+                return input_
+
+    class Base(BasicOperation):
+        def op_backward(self, ctx, grad_output):
+            return grad_output, ()
+
+    with pytest.raises(TypeError, match=message.format("backward")):
+
+        class Wrong(Base):
+            num_extra_inputs = 1
+
+            def fuser_forward(self, basic_op_ctxs, input_, **unused):
+                return input_, [()]
+
+    class Late(BasicOperation):
         def op_forward(self, ctx, input_, **unused):
             return input_
 
-    with pytest.raises(RuntimeError, match=r"\[Wrong\] an op with extra tensors must define fuser"):
-        method_calls.forward(Wrong(), [OperationContext()], X, extra_inputs=[(X,)], kwargs=[{}])
+    late = Late()
+    late.num_extra_inputs = 1
+    with pytest.raises(RuntimeError, match=r"\[Late\] an op with extra tensors must define fuser"):
+        method_calls.forward(late, [OperationContext()], X, extra_inputs=[(X,)], kwargs=[{}])
 
 
 class Residual(FusedOperation):

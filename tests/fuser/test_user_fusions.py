@@ -353,3 +353,115 @@ def test_accumulate_into_main_grad(kind, fused, x):
     with REGISTER[kind](fuse(fused)):
         torch.testing.assert_close(run(module), want)
         torch.testing.assert_close(run(torch.compile(module, backend="aot_eager")), want)
+
+
+# ---- what a step returns is checked when it returns
+
+
+class NormSiLU(tops.FusedOperation):
+    """LayerNorm and SiLU; `spoil` changes what it saves or returns."""
+
+    spoil = staticmethod(lambda output, slots: (output, slots))
+
+    def fuser_forward_compute(self, input_, **unused):
+        norm = self.basic_ops[0]
+        mean, rstd = input_.mean(-1), (input_.var(-1, unbiased=False) + norm.eps).rsqrt()
+        hidden = (input_ - mean[..., None]) * rstd[..., None] * norm.weight + norm.bias
+        output, slots = self.spoil(torch.nn.functional.silu(hidden), [input_, mean, rstd, hidden])
+        return output, [(), ()], slots
+
+    def fuser_forward_save_ctx(self, basic_op_ctxs, input_, tensors_to_save, **unused):
+        basic_op_ctxs[0].save_for_backward(*tensors_to_save[:3])
+        basic_op_ctxs[1].save_for_backward(tensors_to_save[3])
+
+
+SPOILED = {
+    "kept dimension": (
+        lambda y, s: (y, [s[0], s[1], s[2][..., None], s[3]]),
+        r"save slot 'rstd' of op 0 \(LayerNorm\) with shape \(4,\) and dtype torch.float32, "
+        r"got shape \(4, 1\) and dtype torch.float32",
+    ),
+    "float64": (
+        lambda y, s: (y, [s[0], s[1].double(), *s[2:]]),
+        r"save slot 'mean' of op 0 .* dtype torch.float32, got shape .* torch.float64",
+    ),
+    "swapped": (
+        lambda y, s: (y, [s[1], s[0], *s[2:]]),
+        r"save slot 'input' of op 0 .* with shape \(4, 8\) .*, got shape \(4,\)",
+    ),
+    "output's shape": (
+        lambda y, s: (y[:, :4], s),
+        r"return an output with shape \(4, 8\) and dtype torch.float32, got shape \(4, 4\)",
+    ),
+    "output's dtype": (
+        lambda y, s: (y.double(), s),
+        r"return an output with shape .* dtype torch.float32, got .* dtype torch.float64",
+    ),
+}
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("name", SPOILED)
+def test_wrong_results_name_the_fusion(name, is_compiled):
+    spoil, message = SPOILED[name]
+
+    class Spoiled(NormSiLU):
+        pass
+
+    Spoiled.spoil = staticmethod(spoil)
+    module = tops.Sequential(tops.LayerNorm(8), tops.SiLU(), tops.Linear(8, 8), recompute="none")
+    called = torch.compile(module, backend="aot_eager", fullgraph=True) if is_compiled else module
+    x = torch.randn(4, 8, requires_grad=True)
+    pattern = [tops.LayerNorm, tops.SiLU]
+    method = r"\[Spoiled\] fuser_forward_(compute|save_ctx) must "
+    with (
+        tops.register_forward_fusion(Spoiled, pattern=pattern),
+        pytest.raises(RuntimeError, match=method + message),
+    ):
+        called(x)
+    with tops.register_forward_fusion(NormSiLU, pattern=pattern):
+        module(x).sum().backward()
+
+
+@pytest.mark.parametrize("shape", [(4, 8), (2, 3, 8), (0, 8)])
+@pytest.mark.parametrize("has_norm", [False, True])
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_a_python_step_computes_in_the_dtype_of_autocast(shape, has_norm, is_compiled):
+    seen = []
+
+    class Recomputed(tops.FusedOperation):
+        def fuser_forward_compute(self, input_, **unused):
+            weight = self.basic_ops[0].weight
+            seen.append((input_.dtype, weight.dtype))
+            return torch.nn.functional.silu(input_ @ weight.T), [(), ()], (input_, weight)
+
+        def fuser_forward_save_ctx(self, basic_op_ctxs, input_, tensors_to_save, **unused):
+            basic_op_ctxs[0].save_for_backward(*tensors_to_save)
+
+        def fuser_backward(self, basic_op_ctxs, grad_output, **unused):
+            x, weight = basic_op_ctxs[0].saved_tensors
+            own = self.basic_ops[0].weight * 1
+            seen.append((x.dtype, weight.dtype, own.dtype, basic_op_ctxs[0].dtype))
+            hidden = x @ weight.T
+            s = torch.sigmoid(hidden)
+            grad = grad_output * s * (1 + hidden * (1 - s))
+            return grad @ weight, [(grad.flatten(0, -2).T @ x.flatten(0, -2),), ()], [(), ()]
+
+    norms = [tops.LayerNorm(8)] if has_norm else []
+    module = tops.Sequential(*norms, tops.Linear(8, 8, bias=False), tops.SiLU())
+    called = torch.compile(module, backend="aot_eager", fullgraph=True) if is_compiled else module
+    x = torch.randn(shape, requires_grad=True)
+
+    def results():
+        with torch.autocast("cpu", torch.bfloat16):
+            output = called(x)
+        return output, *torch.autograd.grad(output.sum(), [x, *module.parameters()])
+
+    unfused = results()
+    pattern = [tops.BasicLinear, tops.SiLU]
+    with tops.register_forward_backward_fusion(Recomputed, pattern=pattern):
+        fused = results()
+    assert {dtype for dtypes in seen for dtype in dtypes} == {torch.bfloat16} and len(seen) > 1
+    assert [t.dtype for t in fused] == [t.dtype for t in unfused]
+    for a, b in zip(fused, unfused, strict=True):
+        torch.testing.assert_close(a, b, rtol=0.05, atol=0.05)

@@ -305,8 +305,8 @@ def test_the_context_says_what_is_needed(x):
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
-        (None, "forward must return tensors, got NoneType"),
-        (3.0, "forward must return tensors, got float"),
+        (None, "op_forward must return tensors, got NoneType"),
+        (3.0, "op_forward must return tensors, got float 3.0"),
     ],
 )
 def test_wrong_forward(returned, message, x):
@@ -324,7 +324,7 @@ def test_wrong_forward(returned, message, x):
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
-        ((3.0, (None, None)), r"the gradient of the input must be a tensor or None, got 3.0"),
+        ((3.0, (None, None)), "op_backward must return .* gradient of the input, got float 3.0"),
         ((None, (None,)), r"backward must return 2 parameter gradients for op 1 \(Wrong\), got 1"),
     ],
 )

@@ -4,6 +4,7 @@ traces through, or a graph break."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -139,6 +140,39 @@ def read(ops: Sequence[BasicOperation], place: Place) -> Any:
     return found
 
 
+@contextmanager
+def unchanged(plan: HostPlan, stand_ins: StandIns) -> Iterator[None]:
+    """Removes the tensors of a trace that Python ops assign to their modules in this scope. Raises
+    RuntimeError if one is not the result of an operation in place."""
+    dicts = [
+        (type(step.op).__name__, own)
+        for step in plan.steps
+        for op in (step.op, *step.op.basic_ops)
+        for _, module in _parts(op)
+        for own in (vars(module), module._buffers, module._parameters)
+    ]
+    before = [dict(own) for _, own in dicts]
+    lost = ""
+    try:
+        yield
+    finally:
+        for (name, own), old in zip(dicts, before, strict=True):
+            for key, value in list(own.items()):
+                if not isinstance(value, Tensor) or value is old.get(key):
+                    continue
+                if value is not stand_ins.replace(old.get(key)):
+                    lost = f"[{name}] {key}"
+                if key in old:
+                    own[key] = old[key]
+                else:
+                    del own[key]
+    if lost:
+        raise RuntimeError(
+            f"{lost} must be a buffer that is changed in place in a compiled graph, as by "
+            "copy_(), got an assignment of another tensor"
+        )
+
+
 def run_in_graph(
     number: int,
     tensors: Sequence[Tensor],
@@ -160,7 +194,9 @@ def run_in_graph(
     given = [*tensors[end - len(parameters) : end], *state]
     before = _plain_state(plan)
     found = {(op, k): Buffer(tensor, overwrites, n) for op, k, tensor, overwrites, n in buffers}
-    outputs = plan.program.run(list(tensors), plan.start(kwargs, StandIns(real, given), found))
+    stand_ins = StandIns(real, given, is_trace=True)
+    with unchanged(plan, stand_ins):
+        outputs = plan.program.run(list(tensors), plan.start(kwargs, stand_ins, found))
     after = _plain_state(plan)
     # A method that counts its calls would be traced again at each call.
     plan.changed_by_tracing.update(

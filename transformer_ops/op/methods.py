@@ -94,8 +94,10 @@ def backward_family(cls: type, families: tuple[Family, ...] = FAMILIES) -> Famil
 
 
 def check_methods(cls: type) -> None:
-    """Raises TypeError for half a split pair, or for both styles in one class body."""
+    """Raises TypeError for half a split pair, for both styles in one class body, or for `op_*`
+    methods of a class with extra tensors."""
     classes = _user_classes(cls)
+    _check_extra_tensors(cls, classes)
     for family in FAMILIES:
         single, pair = single_name(family), split_names(family)
         for klass in classes:
@@ -113,6 +115,20 @@ def check_methods(cls: type) -> None:
                 f"[{cls.__name__}] a split forward must have both {pair[0]} and {pair[1]}, "
                 f"got only {defined[0]}"
             )
+
+
+def _check_extra_tensors(cls: type, classes: list[type]) -> None:
+    counts = [getattr(cls, f"num_extra_{what}", 0) for what in ("inputs", "outputs")]
+    if not any(isinstance(count, int) and count for count in counts):
+        return
+    for family_of, rest in ((forward_implementation, "forward"), (backward_family, "backward")):
+        if family_of(cls, ("op",)) is None or family_of(cls, ("fuser",)) is not None:
+            continue
+        raise TypeError(
+            f"[{cls.__name__}] an op with extra tensors must define fuser_{rest} (or its split "
+            f"pair) instead of the op_* methods, got {counts[0]} extra inputs and {counts[1]} "
+            f"extra outputs"
+        )
 
 
 def accepted_keywords(cls: type) -> dict[str, tuple[str, ...]]:
@@ -137,11 +153,20 @@ def _keywords_of(method: object) -> tuple[str, ...]:
     )
 
 
+def shown(value: object) -> str:
+    """A value as an error names it: its type, and the value itself if it is short and plain."""
+    name = type(value).__name__
+    if value is None or not isinstance(value, bool | int | float | str):
+        return name
+    text = repr(value)
+    return f"{name} {text}" if len(text) <= 40 else name
+
+
 def unpacked(op: object, method: str, returned: Any, names: str) -> tuple[Any, ...]:
     """What a method returned. Raises RuntimeError unless it is a tuple (or list) of what `names`
     lists."""
     count = names.count(",") + 1
-    got = type(returned).__name__
+    got = shown(returned)
     if isinstance(returned, tuple | list):
         if len(returned) == count:
             return tuple(returned)

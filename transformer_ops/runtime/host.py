@@ -16,6 +16,7 @@ from ..op.base import BasicOperation, FusibleOperation
 from ..op.context import OperationContext
 from ..plan.plan import Plan, Step
 from . import delayed, main_grad, method_calls
+from .autocast import Autocast
 from .stand_ins import StandIns
 
 Kwargs = list[dict[str, Any]]
@@ -56,6 +57,7 @@ class HostStep:
             )
         self.op = op
         self.ops = step.ops
+        self.basic_ops = [plan.basic_ops[i] for i in step.ops]
         self.extra_inputs = [range(plan.basic_ops[i].num_extra_inputs) for i in step.ops]
         self.extra_outputs = [range(plan.basic_ops[i].num_extra_outputs) for i in step.ops]
 
@@ -81,6 +83,7 @@ class HostPlan:
         rows: Mapping[str, Mapping[str, Any]],
     ) -> None:
         self.plan = plan
+        self.autocast = Autocast(plan)
         self.program = program
         self.basic_ops = tuple(basic_ops)
         # The ops whose contexts save freely; the others save the slots of their declaration.
@@ -174,6 +177,8 @@ class HostCall:
         self.finished: dict[int, delayed.Finished] = {}
         # id -> (tensor that a Python step got instead, the tensor itself)
         self.copies: dict[int, tuple[Tensor, Tensor]] = {}
+        # Under autocast: the indices of parameters among the tensors that an op saves itself.
+        self.saved_parameters: dict[int, set[int]] = {}
         # The ids of the tensors that steps got or returned. Then, for tensors that an op stores as
         # attributes of its context: (op, attribute, its structure, its parts that are no tensors).
         self.seen: set[int] = set()
@@ -190,7 +195,7 @@ class HostCall:
         """Runs a step of forward. Returns the main output, extra outputs, slots of native ops."""
         step = self.plan.forward_steps[number]
         op, first = step.op, self.plan.plan.first_backward
-        input_ = cast(Tensor, tensors[0])
+        input_ = self.plan.autocast.cast(cast(Tensor, tensors[0]), dtypes[0])
         given = iter(tensors[1:])
         extra_inputs = [
             tuple(self._with_requires_grad(i, k, next(given)) for k in count)
@@ -204,7 +209,7 @@ class HostCall:
         kwargs = [{} if self.kwargs is None else self.kwargs[i] for i in step.ops]
         arguments: dict[str, Any] = {"extra_inputs": extra_inputs, "kwargs": kwargs}
         try:
-            with self.stand_ins:
+            with self._seen_by(step, dtypes, self.stand_ins):
                 output, extra = self._run_forward(step, contexts, input_, arguments)
         except Exception as error:
             step.note(error, "forward")
@@ -214,7 +219,7 @@ class HostCall:
             results += [self._extra_output(step, i, k, tensor) for k, tensor in enumerate(found)]
         for i in step.ops:
             results += self._slots_of(step, i)
-        self.seen.update(map(id, tensors))
+        self.seen.update(map(id, (input_, *tensors)))
         self.seen.update(map(id, results))
         return results
 
@@ -232,6 +237,15 @@ class HostCall:
         output, extra, to_save = method_calls.forward_compute(op, input_, **arguments)
         method_calls.forward_save_ctx(op, contexts, input_, to_save, **arguments)
         return output, extra
+
+    def _seen_by(
+        self, step: HostStep, dtypes: Sequence[torch.dtype | None], stand_ins: StandIns
+    ) -> StandIns:
+        """What the methods of a step get instead of the tensors on their modules."""
+        found = self.plan.autocast.stand_ins(step.basic_ops, dtypes, stand_ins)
+        if found.is_trace:
+            found.user = type(step.op).__name__
+        return found
 
     def _with_requires_grad(self, op: int, k: int, tensor: Tensor | None) -> Tensor | None:
         plan = self.plan.plan
@@ -258,8 +272,13 @@ class HostCall:
     def _slots_of(self, step: HostStep, op: int) -> Tensors:
         """The slots of a native op from its context; any other op saves its own tensors."""
         context = self.contexts[op]
-        kept, context.to_save = [self.original(tensor) for tensor in context.to_save], ()
+        method_calls.check_saved(step.op, context.to_save)
         plan = self.plan
+        if plan.autocast.dtype is not None:
+            own = set(map(id, plan.basic_ops[op]._parameter_tensors()))
+            kept_ids = enumerate(map(id, context.to_save))
+            self.saved_parameters[op] = {k for k, i in kept_ids if i in own}
+        kept, context.to_save = [self.original(tensor) for tensor in context.to_save], ()
         if plan.is_free[op]:
             # A joint fused op saves everything, because its backward runs as a whole.
             if step.ops[-1] >= plan.plan.first_backward:
@@ -334,13 +353,18 @@ class HostCall:
         count = len(self.stand_ins.given)
         standing, attributes = standing[:count], self._attributes_of(standing[count:])
         contexts = [
-            self._context(i, dtype)._bind(tuple(tensors))
+            self._context(i, dtype, tensors)
             for i, dtype, tensors in zip(step.ops, dtypes, saved, strict=True)
         ]
         for i, context in zip(step.ops, contexts, strict=True):
             vars(context).update(attributes.get(i, {}))
         try:
-            with StandIns(self.stand_ins.real, cast(Sequence[Tensor], standing)):
+            computed = [context.dtype for context in contexts]
+            others = StandIns(
+                self.stand_ins.real, cast(Sequence[Tensor], standing), self.stand_ins.is_trace
+            )
+            device = cast(Tensor, grads[0]).device.type
+            with self._seen_by(step, computed, others), self.plan.autocast.in_backward(device):
                 grad_input, grad_parameters, grad_extra_inputs = method_calls.backward(
                     step.op,
                     contexts,
@@ -357,9 +381,17 @@ class HostCall:
             results += found or [None] * self.plan.basic_ops[i].num_extra_inputs
         return results
 
-    def _context(self, op: int, dtype: torch.dtype | None) -> OperationContext:
-        found = self.contexts.get(op)
-        return OperationContext(dtype=dtype) if found is None else found
+    def _context(self, op: int, dtype: torch.dtype | None, saved: Tensors) -> OperationContext:
+        context = self.contexts.get(op) or OperationContext(dtype=dtype)
+        plan = self.plan
+        names = plan.plan.slots[op]
+
+        def is_parameter(k: int) -> bool:
+            if plan.is_free[op]:
+                return k in self.saved_parameters.get(op, ())
+            return names[k] in plan.plan.parameter_names[op]
+
+        return context._bind(plan.autocast.cast_saved(saved, is_parameter, context.dtype))
 
     def _parameter_grads(self, step: HostStep, op: int, grads: Tensors) -> Tensors:
         plan = self.plan.plan
@@ -372,6 +404,11 @@ class HostCall:
                 f"op {op} ({plan.ops[op][0]}), got {len(grads)}"
             )
         return [None] * count
+
+    def forward_method(self, number: int, saves: bool) -> str:
+        """The op and the method of a forward step, for errors."""
+        op = self.plan.forward_steps[number].op
+        return f"[{type(op).__name__}] {method_calls.forward_method(op, saves)}"
 
     def parameter_name(self, op: int, k: int) -> str:
         """The name of a parameter, for errors."""

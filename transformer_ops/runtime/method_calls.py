@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..op.base import BasicOperation, FusibleOperation
 from ..op.context import OperationContext
-from ..op.methods import unpacked
+from ..op.methods import shown, single_name, split_names, unpacked
 
 Tensors = tuple[Tensor | None, ...]
 
@@ -113,21 +113,51 @@ def _check_gradients(op: FusibleOperation, what: str, lists: list[Tensors]) -> N
 
 
 def _check_gradient(op: FusibleOperation, what: str, gradient: Any) -> None:
-    if gradient is not None and not isinstance(gradient, Tensor):
+    if gradient is not None and not is_tensor(gradient):
         raise RuntimeError(
-            f"[{type(op).__name__}] the gradient of {what} must be a tensor or None, "
-            f"got {gradient!r}"
+            f"[{type(op).__name__}] {op._python_backward}_backward must return a tensor or None "
+            f"as the gradient of {what}, got {shown(gradient)}"
         )
+
+
+def forward_method(op: FusibleOperation, saves: bool = False) -> str:
+    """The method of a Python forward that returns its outputs, or the one that saves tensors."""
+    implementation = op._python_forward
+    assert implementation is not None
+    if implementation.style == "single":
+        return single_name(implementation.family)
+    return split_names(implementation.family)[saves]
+
+
+def is_tensor(value: object) -> bool:
+    """Whether it is a tensor, and no mock of one, for which isinstance() may be true."""
+    return issubclass(type(value), Tensor)
 
 
 def check_output(op: FusibleOperation, output: Any) -> Tensor:
     """Checks the main or an extra output of a Python forward. Raises RuntimeError unless it is a
     tensor."""
-    if not isinstance(output, Tensor):
+    if not is_tensor(output):
         raise RuntimeError(
-            f"[{type(op).__name__}] forward must return tensors, got {type(output).__name__}"
+            f"[{type(op).__name__}] {forward_method(op)} must return tensors, got {shown(output)}"
         )
     return output
+
+
+def check_saved(op: FusibleOperation, tensors: Any) -> None:
+    """Checks what a context is to save. Raises RuntimeError unless it is a tuple (or list) of
+    tensors and None."""
+    wrong = tensors
+    if isinstance(tensors, tuple | list):
+        for wrong in tensors:
+            if not (wrong is None or is_tensor(wrong)):
+                break
+        else:
+            return
+    raise RuntimeError(
+        f"[{type(op).__name__}] {forward_method(op, saves=True)} must save tensors or None, "
+        f"got {shown(wrong)}"
+    )
 
 
 def _delegates(op: FusibleOperation) -> bool:
@@ -203,6 +233,6 @@ def _entries(op: FusibleOperation, method: str, what: str, entries: Any) -> tupl
     # Iterating over a tensor would give its rows.
     if isinstance(entries, Tensor) or not isinstance(entries, Iterable | None):
         raise RuntimeError(
-            f"[{type(op).__name__}] {method} must return {what}, got {type(entries).__name__}"
+            f"[{type(op).__name__}] {method} must return {what}, got {shown(entries)}"
         )
     return () if entries is None else tuple(entries)
