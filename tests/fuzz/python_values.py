@@ -314,7 +314,7 @@ class Case:
                 outputs = self.module(*self.inputs)
             outputs = outputs if isinstance(outputs, tuple) else (outputs,)
             wanted = [o for o in outputs if o.requires_grad and o.is_floating_point()]
-            if wanted:
+            if wanted and self.grad:
                 loss = torch.stack([output.float().sum() for output in wanted]).sum()
                 loss.backward()
 

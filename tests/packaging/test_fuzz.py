@@ -72,6 +72,12 @@ def test_the_command_of_a_failure_repeats_it():
     assert "planted failure" in run(*command.split()).stdout
 
 
+def test_a_fixed_number_of_python_values():
+    found = run("--only", "python_values", "--seeds", 3)
+    assert found.returncode == 0, found.stdout[-8000:]
+    assert int(re.findall(r"3 seeds +(\d+) checks", found.stdout)[0]) > 150
+
+
 def test_an_unknown_fuzzer_is_an_error():
     found = run("--only", "pipeline")
     assert found.returncode == 1 and "--only must name fuzzers of" in found.stderr
