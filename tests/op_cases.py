@@ -7,7 +7,7 @@ A new op adds a row here and inherits every property of `test_ops.py`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -157,19 +157,22 @@ def dropout(p: float) -> Callable[[Tensor], Tensor]:
     return reference
 
 
+def attention_factors(p: float, heads: int, kv_heads: int, shape: Sequence[int]) -> Tensor:
+    """What `SEED` multiplies the probabilities of rows by: rows without scores share one
+    probability, and values that are unit vectors show what is left of it."""
+    rows = shape[-1]
+    zeros = torch.zeros(*shape, (heads + kv_heads) * rows, dtype=torch.double)
+    values = torch.eye(rows, dtype=torch.double).repeat(1, kv_heads).expand(*shape, -1)
+    probe = tops.Attention(heads, kv_heads, head_dim=rows, p=p)
+    left = run_seeded(probe, torch.cat([zeros, values], -1)) * rows
+    return left.unflatten(-1, (heads, rows)).transpose(-2, -3)  # type: ignore[no-any-return]
+
+
 def attention_dropout(
     p: float, heads: int = 4, kv_heads: int = 2, **kwargs: Any
 ) -> Callable[..., Tensor]:
-    """The numbers that the op draws from `SEED`: rows without scores share one probability, and
-    values that are unit vectors show what is left of it."""
-
     def reference(x: Tensor, *mask: Tensor) -> Tensor:
-        rows = x.shape[-2]
-        zeros = torch.zeros(*x.shape[:-1], (heads + kv_heads) * rows, dtype=torch.double)
-        values = torch.eye(rows, dtype=torch.double).repeat(1, kv_heads).expand(*x.shape[:-1], -1)
-        probe = tops.Attention(heads, kv_heads, head_dim=rows, p=p)
-        left = run_seeded(probe, torch.cat([zeros, values], -1)) * rows
-        factors = left.unflatten(-1, (heads, rows)).transpose(-2, -3)
+        factors = attention_factors(p, heads, kv_heads, x.shape[:-1])
         return attention(heads, kv_heads, factors=factors.to(x), **kwargs)(x, *mask)
 
     return reference

@@ -13,6 +13,8 @@ namespace {
 
 using Kind = Value::Kind;
 
+constexpr const char* kDecode = "dequantize.saved";
+
 Value part_of(Value slot, Value::Part part) {
   slot.part = part;
   return slot;
@@ -43,6 +45,9 @@ class Compress {
     for (Step& step : plan_.forward) rewrite_forward(step);
     for (auto step = plan_.backward.rbegin(); step != plan_.backward.rend(); ++step) {
       if (!step->skipped) rewrite_backward(*step);
+    }
+    for (Step& step : plan_.forward) {
+      std::erase_if(step.saves, [&](const Save& save) { return omitted_.contains(save.slot); });
     }
   }
 
@@ -127,13 +132,35 @@ class Compress {
       }
     }
     step.instructions.insert(step.instructions.begin(), before.begin(), before.end());
+    for (Instruction& instruction : step.instructions) omit_slots_of_exact(instruction);
+  }
+
+  // Notes what is decoded, or computed again from that; a call that reads it computes the slots
+  // again that belong to the exact tensors.
+  void omit_slots_of_exact(Instruction& call) {
+    bool is_inexact = call.target == kDecode;
+    for_each_value(call.arguments,
+                   [&](const Value& value) { is_inexact |= inexact_.contains(value); });
+    if (!is_inexact) return;
+    for_each_value(call.results, [&](const Value& value) {
+      if (value.kind == Kind::Main || value.kind == Kind::Slot) inexact_.insert(value);
+    });
+    for (Argument& argument : call.arguments) {
+      const auto* const slot = std::get_if<Value>(&argument);
+      if (slot == nullptr || slot->kind != Kind::Slot) continue;
+      const auto& slots = declaration(plan_.ops[slot->op].kind).slots;
+      const auto row = std::ranges::find(slots, slot->name, &Slot::name);
+      if (row == slots.end() || !row->of_exact) continue;
+      omitted_.insert(*slot);
+      argument = None{};
+    }
   }
 
   // The gradient argument prevents a compiler from moving the decoding to forward.
   void decode(const Value& slot, const Step& step, std::vector<Instruction>& code) {
     if (!decoded_.insert(slot).second) return;
     code.push_back(
-        {.target = "dequantize.saved",
+        {.target = kDecode,
          .arguments = {Value{Kind::Grad, step.last() + 1}, part_of(slot, Value::Part::Codes),
                        part_of(slot, Value::Part::Scale), Attribute(format_of(slot).name()),
                        Attribute(to_text(dtype_.at(slot)))},
@@ -148,6 +175,8 @@ class Compress {
   std::map<Value, Value> first_slot_;  // slot -> the slot of the same root whose parts save it
   std::map<Value, DType> dtype_;       // the dtypes of those slots
   std::set<Value> decoded_;
+  std::set<Value> inexact_;  // what backward decodes, and what it computes again from that
+  std::set<Value> omitted_;  // slots that are not saved
 };
 
 }  // namespace

@@ -22,7 +22,8 @@ enum class DTypeRule {
 
 // A tensor that is saved for backward. `needed_for` lists the gradients ("input" or a parameter)
 // that read it; if empty, all gradients do. With `when`, backward reads it only if that attribute
-// has that value; its argument is a `Tensor?` then.
+// has that value; its argument is a `Tensor?` then. So it is with `of_exact`: where backward reads
+// decoded tensors, the slot is not saved, and backward computes it again.
 struct Slot {
   struct When {
     std::string attribute;
@@ -32,6 +33,7 @@ struct Slot {
   std::string name;
   std::vector<std::string> needed_for = {};
   std::optional<When> when = {};
+  bool of_exact = false;
 
   bool is_read_with(const Attributes& attributes) const;
 };

@@ -192,13 +192,16 @@ class Lowering {
   }
 
   int op_with_attribute(const Span& span, const std::string& name) const {
-    return find_op(span, [&](const OpDeclaration& row) { return row.has_attribute(name); });
+    return find_op(span, [&](const OpDeclaration& row) {
+      return row.has_attribute(name) || row.has_flag(name);
+    });
   }
 
   Argument attribute(int op, const std::string& name) const {
     const auto found = ops_[op].attributes.find(name);
-    if (found == ops_[op].attributes.end()) return None{};
-    return found->second;
+    if (found != ops_[op].attributes.end()) return found->second;
+    if (declaration(ops_[op].kind).has_flag(name)) return Attribute(false);
+    return None{};
   }
 
   // The value for an argument of an absent op.

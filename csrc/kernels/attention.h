@@ -1,4 +1,4 @@
-// Passes over rows of attention scores, for attention with dropout.
+// Passes over rows of attention scores, for attention in parts.
 #pragma once
 
 #include "kernels/cpu.h"
@@ -17,12 +17,13 @@ struct Scores {
   // full attention may attend to all.
   int64_t attended = 0;
   bool causal = false;
+  bool nan_rows = false;
   // The distance between the statistics of two rows.
   int64_t stride = 1;
 };
 
 // products becomes the softmax of the scores, and log_sum_exp[r stride] its statistic. A row that
-// attends to nothing becomes zeros, with a statistic of 0.
+// the mask lets attend to nothing becomes zeros, with a statistic of 0, or NaN with `nan_rows`.
 inline const Kernel<void(DType acc, void* products, const Scores&, void* log_sum_exp, int64_t rows)>
     attention_softmax{"attention_softmax"};
 

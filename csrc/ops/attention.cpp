@@ -2,7 +2,10 @@
 // al. 2017).
 #include "wrappers/attention.h"
 
+#include <ATen/TensorSubclassLikeUtils.h>
+
 #include "op/op.h"
+#include "wrappers/attention_parts.h"
 
 namespace transformer_ops::ops::attention {
 namespace {
@@ -10,15 +13,15 @@ namespace {
 using Scale = std::optional<double>;
 
 Attention attention_of(int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, bool by_head,
-                       bool causal, double p, Scale scale, bool training) {
-  return {num_heads, num_kv_heads, head_dim, by_head, causal, training ? p : 0, scale};
+                       bool causal, double p, Scale scale, bool nan_rows, bool training) {
+  return {num_heads, num_kv_heads, head_dim, by_head, causal, training ? p : 0, scale, nan_rows};
 }
 
 TensorSpecs forward_shape(const Checks& check, const Tensor& input, const Tensor* mask,
                           int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, bool by_head,
-                          bool causal, double p, Scale scale, bool training) {
-  const Attention attention =
-      attention_of(num_heads, num_kv_heads, head_dim, by_head, causal, p, scale, training);
+                          bool causal, double p, Scale scale, bool nan_rows, bool training) {
+  const Attention attention = attention_of(num_heads, num_kv_heads, head_dim, by_head, causal, p,
+                                           scale, nan_rows, training);
   check_attention(check, input, mask, attention);
   return attention_outputs(input, attention);
 }
@@ -26,67 +29,69 @@ TensorSpecs forward_shape(const Checks& check, const Tensor& input, const Tensor
 std::tuple<Tensor, Tensor, Tensor> forward_cpu(const Tensor& input, const Tensor* mask,
                                                int64_t num_heads, int64_t num_kv_heads,
                                                int64_t head_dim, bool by_head, bool causal,
-                                               double p, Scale scale, bool training) {
-  return attention_cpu(
-      input, mask,
-      attention_of(num_heads, num_kv_heads, head_dim, by_head, causal, p, scale, training));
+                                               double p, Scale scale, bool nan_rows,
+                                               bool training) {
+  return attention_cpu(input, mask,
+                       attention_of(num_heads, num_kv_heads, head_dim, by_head, causal, p, scale,
+                                    nan_rows, training));
 }
 
 std::tuple<Tensor, Tensor, Tensor> forward_cuda(const Tensor& input, const Tensor* mask,
                                                 int64_t num_heads, int64_t num_kv_heads,
                                                 int64_t head_dim, bool by_head, bool causal,
-                                                double p, Scale scale, bool training) {
-  return attention_cuda(
-      input, mask,
-      attention_of(num_heads, num_kv_heads, head_dim, by_head, causal, p, scale, training));
+                                                double p, Scale scale, bool nan_rows,
+                                                bool training) {
+  return attention_cuda(input, mask,
+                        attention_of(num_heads, num_kv_heads, head_dim, by_head, causal, p, scale,
+                                     nan_rows, training));
 }
 
 Tensor forward_decomposed(const Tensor& input, const Tensor* mask, int64_t num_heads,
                           int64_t num_kv_heads, int64_t head_dim, bool by_head, bool causal,
-                          double p, Scale scale, bool training) {
-  return attention_decomposed(
-      input, mask,
-      attention_of(num_heads, num_kv_heads, head_dim, by_head, causal, p, scale, training));
+                          double p, Scale scale, bool nan_rows, bool training) {
+  return attention_decomposed(input, mask,
+                              attention_of(num_heads, num_kv_heads, head_dim, by_head, causal, p,
+                                           scale, nan_rows, training));
 }
 
 TensorSpecs backward_shape(const Checks& check, const Tensor& grad_output, const Tensor& input,
-                           const Tensor* mask, const Tensor& output, const Tensor& log_sum_exp,
+                           const Tensor* mask, const Tensor& output, const Tensor* log_sum_exp,
                            const Tensor& seed, int64_t num_heads, int64_t num_kv_heads,
                            int64_t head_dim, bool by_head, bool causal, double p, Scale scale,
-                           bool training) {
+                           bool nan_rows, bool training) {
   const TensorSpecs specs = forward_shape(check, input, mask, num_heads, num_kv_heads, head_dim,
-                                          by_head, causal, p, scale, training);
+                                          by_head, causal, p, scale, nan_rows, training);
   check.spec("grad_output", grad_output, specs[0]);
   check.spec("output", output, specs[0]);
-  check.spec("log_sum_exp", log_sum_exp, specs[1]);
+  if (log_sum_exp != nullptr) check.spec("log_sum_exp", *log_sum_exp, specs[1]);
   check.spec("seed", seed, specs[2]);
   return {like(input)};
 }
 
 Tensor backward_cpu(const Tensor& grad_output, const Tensor& input, const Tensor* mask,
-                    const Tensor& output, const Tensor& log_sum_exp, const Tensor& seed,
+                    const Tensor& output, const Tensor* log_sum_exp, const Tensor& seed,
                     int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, bool by_head,
-                    bool causal, double p, Scale scale, bool training) {
-  return attention_backward_cpu(
-      grad_output, input, mask, output, log_sum_exp, seed,
-      attention_of(num_heads, num_kv_heads, head_dim, by_head, causal, p, scale, training));
+                    bool causal, double p, Scale scale, bool nan_rows, bool training) {
+  return attention_backward_cpu(grad_output, input, mask, output, log_sum_exp, seed,
+                                attention_of(num_heads, num_kv_heads, head_dim, by_head, causal, p,
+                                             scale, nan_rows, training));
 }
 
 Tensor backward_cuda(const Tensor& grad_output, const Tensor& input, const Tensor* mask,
-                     const Tensor& output, const Tensor& log_sum_exp, const Tensor& seed,
+                     const Tensor& output, const Tensor* log_sum_exp, const Tensor& seed,
                      int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, bool by_head,
-                     bool causal, double p, Scale scale, bool training) {
-  return attention_backward_cuda(
-      grad_output, input, mask, output, log_sum_exp, seed,
-      attention_of(num_heads, num_kv_heads, head_dim, by_head, causal, p, scale, training));
+                     bool causal, double p, Scale scale, bool nan_rows, bool training) {
+  return attention_backward_cuda(grad_output, input, mask, output, log_sum_exp, seed,
+                                 attention_of(num_heads, num_kv_heads, head_dim, by_head, causal, p,
+                                              scale, nan_rows, training));
 }
 
 Tensor backward_decomposed(const Tensor& grad_output, const Tensor& input, const Tensor* mask,
-                           const Tensor&, const Tensor&, const Tensor& seed, int64_t num_heads,
+                           const Tensor&, const Tensor*, const Tensor& seed, int64_t num_heads,
                            int64_t num_kv_heads, int64_t head_dim, bool by_head, bool causal,
-                           double p, Scale scale, bool training) {
-  const Attention attention =
-      attention_of(num_heads, num_kv_heads, head_dim, by_head, causal, p, scale, training);
+                           double p, Scale scale, bool nan_rows, bool training) {
+  const Attention attention = attention_of(num_heads, num_kv_heads, head_dim, by_head, causal, p,
+                                           scale, nan_rows, training);
   const auto again = [&](const Tensor& x) {
     return attention_decomposed(x, mask, attention, seed);
   };
@@ -105,12 +110,19 @@ Tensor replay(const ReplayCall& call) {
                       std::get<bool>(attributes.at("by_head")),
                       std::get<bool>(attributes.at("causal")),
                       0,
-                      {}};
+                      {},
+                      false};
   if (seed.numel() > 0) attention.p = std::get<double>(attributes.at("p"));
   const auto scale = attributes.find("scale");
   if (scale != attributes.end()) attention.scale = std::get<double>(scale->second);
-  const Tensor mask = call.slot("mask");
-  return attention_decomposed(call.input, mask.defined() ? &mask : nullptr, attention, seed);
+  attention.nan_rows = attributes.contains("nan_rows");
+  const Tensor mask = call.slot("mask"), statistics = call.slot("log_sum_exp");
+  // Scores that forward has computed in float64. A tracer has no numbers.
+  const bool is_large = statistics.defined() && statistics.is_cpu() &&
+                        !at::isTensorSubclassLike(statistics) && !are_ordinary(statistics);
+  return attention_decomposed(is_large ? call.input.to(at::kDouble) : call.input,
+                              mask.defined() ? &mask : nullptr, attention, seed)
+      .to(call.input.scalar_type());
 }
 
 // A number for each head, which a row does not tell, and one seed for all rows.
@@ -120,36 +132,37 @@ int64_t bits_of_slot(const std::string& slot, int64_t width, int64_t element_bit
 }
 
 [[maybe_unused]] const bool registered = register_op({
-    .declaration = {.kind = "Attention",
-                    .summary = "softmax(q k^T scale + mask) v for each head",
-                    .attributes = {"num_heads", "num_kv_heads", "head_dim", "by_head", "causal",
-                                   "p", "scale"},
-                    .extra_inputs = {"mask"},
-                    .constants = {"mask"},
-                    .slots = {{"input"}, {"mask"}, {"output"}, {"log_sum_exp"}, {"seed"}},
-                    .dtype = DTypeRule::Autocast,
-                    .width =
-                        [](const Attributes& attributes, int64_t) {
-                          return std::get<int64_t>(attributes.at("num_heads")) *
-                                 std::get<int64_t>(attributes.at("head_dim"));
-                        },
-                    .slot_bits = bits_of_slot},
-    .forward =
-        {.schema =
-             "attention(Tensor input, Tensor? mask, int num_heads, int num_kv_heads, "
-             "int head_dim, bool by_head, bool causal, float p, float? scale, bool training) -> "
-             "(Tensor output, Tensor log_sum_exp, Tensor seed)",
-         .shape = forward_shape,
-         .any_strides = {"mask"},
-         .products = {.of_heads = 2},
-         .bodies = {forward_cpu, forward_cuda, forward_decomposed},
-         .random = true},
+    .declaration =
+        {.kind = "Attention",
+         .summary = "softmax(q k^T scale + mask) v for each head",
+         .attributes = {"num_heads", "num_kv_heads", "head_dim", "by_head", "causal", "p", "scale"},
+         .flags = {"nan_rows"},
+         .extra_inputs = {"mask"},
+         .constants = {"mask"},
+         .slots =
+             {{"input"}, {"mask"}, {"output"}, {.name = "log_sum_exp", .of_exact = true}, {"seed"}},
+         .dtype = DTypeRule::Autocast,
+         .width =
+             [](const Attributes& attributes, int64_t) {
+               return std::get<int64_t>(attributes.at("num_heads")) *
+                      std::get<int64_t>(attributes.at("head_dim"));
+             },
+         .slot_bits = bits_of_slot},
+    .forward = {.schema = "attention(Tensor input, Tensor? mask, int num_heads, int num_kv_heads, "
+                          "int head_dim, bool by_head, bool causal, float p, float? scale, bool "
+                          "nan_rows, bool training) -> "
+                          "(Tensor output, Tensor log_sum_exp, Tensor seed)",
+                .shape = forward_shape,
+                .any_strides = {"mask"},
+                .products = {.of_heads = 2},
+                .bodies = {forward_cpu, forward_cuda, forward_decomposed},
+                .random = true},
     .backward =
         {.schema =
              "attention_backward(Tensor grad_output, Tensor input, Tensor? mask, "
-             "Tensor output, Tensor log_sum_exp, Tensor seed, int num_heads, "
+             "Tensor output, Tensor? log_sum_exp, Tensor seed, int num_heads, "
              "int num_kv_heads, int head_dim, bool by_head, bool causal, float p, float? scale, "
-             "bool training) -> Tensor grad_input",
+             "bool nan_rows, bool training) -> Tensor grad_input",
          .shape = backward_shape,
          .any_strides = {"mask"},
          // The scores again, and four gradients.

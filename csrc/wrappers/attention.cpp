@@ -4,35 +4,76 @@
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_backward.h>
 #include <ATen/ops/zeros.h>
 
-#include "wrappers/attention_dropout.h"
+#include <cmath>
+#include <limits>
+
 #include "wrappers/attention_heads.h"
+#include "wrappers/attention_parts.h"
 #include "wrappers/cpu.h"
 #include "wrappers/dropout.h"
 
 namespace transformer_ops {
 namespace {
 
-// torch's kernel, which drops nothing.
-std::tuple<Tensor, Tensor> flash_forward(const Tensor& input, const Tensor* mask,
-                                         const Attention& attention) {
-  const auto [query, key, value] = heads_of(with_one_batch(input), attention);
-  const auto added = added_mask(input, mask, attention, input.scalar_type());
-  return at::_scaled_dot_product_flash_attention_for_cpu(
-      query, key, value, 0.0, attention.causal && mask == nullptr, added, scale_of(attention));
+// How torch's kernel, which drops nothing, takes a call, if it does.
+struct Flash {
+  bool fits = true;
+  std::optional<Tensor> mask = {};
+};
+
+// The kernel computes scores in float32, and takes a mask of that.
+at::ScalarType mask_dtype(const Tensor& input, const Tensor& mask) {
+  const auto dtype = mask.scalar_type();
+  const bool is_kept = dtype == at::kBool || dtype == input.scalar_type();
+  return is_kept ? input.scalar_type() : accumulate_dtype(input.scalar_type());
 }
 
-Tensor flash_backward(const Tensor& grad_output, const Tensor& input, const Tensor* mask,
+Flash flash_of(const Tensor& input, const Tensor* mask, const Attention& attention) {
+  // The kernel multiplies the -inf of causal attention by the scale, and products by 0 not at all.
+  const double scale = scale_of(attention);
+  const bool is_scaled = scale > 0 || (scale < 0 && (mask != nullptr || !attention.causal));
+  Flash flash{.fits = attention.p == 0 && is_scaled && !needs_float64(input, mask, attention)};
+  if (!flash.fits || mask == nullptr) return flash;
+  flash.mask = added_mask(input, mask, attention, mask_dtype(input, *mask));
+  if (mask->scalar_type() == at::kBool && !attention.nan_rows) return flash;
+  const auto acc = accumulate_dtype(input.scalar_type());
+  const Tensor greatest = flash.mask->amax(-1).to(acc).contiguous();
+  constexpr double kEmpty = -std::numeric_limits<double>::infinity();
+  flash.fits = !any_of(greatest, [&](double number) {
+    return number == kEmpty ? attention.nan_rows : !(std::abs(number) < kAbsorbing);
+  });
+  const auto is_large = [](double number) { return number != kEmpty && std::abs(number) > kSmall; };
+  if (flash.fits && any_of(greatest, is_large)) flash.mask = relative(flash.mask->to(acc));
+  return flash;
+}
+
+std::tuple<Tensor, Tensor> flash_forward(const Tensor& input, const Flash& flash,
+                                         const Attention& attention) {
+  const auto [query, key, value] = heads_of(with_one_batch(input), attention);
+  const auto [output, log_sum_exp] = at::_scaled_dot_product_flash_attention_for_cpu(
+      query, key, value, 0.0, attention.causal && !flash.mask, flash.mask, scale_of(attention));
+  return {output.transpose(1, 2), log_sum_exp.transpose(1, 2)};
+}
+
+// Are results of the kernel those of a softmax, and does its backward compute the probabilities
+// from these statistics? It takes some rows of NaN for rows that read nothing.
+bool is_exact(const Tensor& input, const Tensor& log_sum_exp) {
+  if (!are_ordinary(log_sum_exp)) return false;
+  return !any_of(log_sum_exp, [](auto number) { return number == 0; }) ||
+         std::isfinite(input.sum(accumulate_dtype(input.scalar_type())).item<double>());
+}
+
+Tensor flash_backward(const Tensor& grad_output, const Tensor& input, const Flash& flash,
                       const Tensor& output, const Tensor& log_sum_exp, const Attention& attention) {
   const auto [query, key, value] = heads_of(with_one_batch(input), attention);
-  const auto added = added_mask(input, mask, attention, input.scalar_type());
   const auto in_heads = [&](const Tensor& rows) {
     return heads_at(with_one_batch(rows), 0, attention.heads, attention.head_dim);
   };
   const auto [grad_query, grad_key, grad_value] =
       at::_scaled_dot_product_flash_attention_for_cpu_backward(
           in_heads(grad_output), query, key, value, in_heads(output),
-          with_one_batch(log_sum_exp).transpose(1, 2), 0.0, attention.causal && mask == nullptr,
-          added, scale_of(attention));
+          with_one_batch(log_sum_exp).transpose(1, 2), 0.0, attention.causal && !flash.mask,
+          flash.mask, scale_of(attention));
   return rows_of_heads({grad_query, grad_key, grad_value}, attention,
                        empty_cpu(input.sizes(), input.scalar_type()));
 }
@@ -85,35 +126,45 @@ TensorSpecs attention_outputs(const Tensor& input, const Attention& attention) {
 std::tuple<Tensor, Tensor, Tensor> attention_cpu(const Tensor& input, const Tensor* mask,
                                                  const Attention& attention) {
   const TensorSpecs specs = attention_outputs(input, attention);
-  const auto sizes_of = [](const TensorSpec& spec) { return C10_AS_INTARRAYREF_SLOW(spec.sizes); };
+  const auto as = [](const Tensor& tensor, const TensorSpec& spec) {
+    return contiguous(tensor.reshape(C10_AS_INTARRAYREF_SLOW(spec.sizes)));
+  };
   const uint64_t seed = draw_seed(attention.p);
-  Tensor output, log_sum_exp;
+  const Tensor seeds = attention.p > 0 ? seed_tensor(seed, input) : no_seed(input);
   if (input.numel() == 0) {
-    output = at::zeros(sizes_of(specs[0]), input.options());
-    log_sum_exp = at::zeros(sizes_of(specs[1]), input.options().dtype(specs[1].dtype));
-  } else if (attention.p > 0) {
-    std::tie(output, log_sum_exp) = dropped_attention_cpu(input, mask, attention, seed);
-    output = output.to(input.scalar_type());
-  } else {
-    std::tie(output, log_sum_exp) = flash_forward(input, mask, attention);
-    output = output.transpose(1, 2);
-    log_sum_exp = log_sum_exp.transpose(1, 2);
+    const Tensor none = at::zeros({0}, input.options());
+    return {as(none, specs[0]), as(none.to(specs[1].dtype), specs[1]), seeds};
   }
-  return {contiguous(output.reshape(sizes_of(specs[0]))),
-          contiguous(log_sum_exp.reshape(sizes_of(specs[1]))),
-          attention.p > 0 ? seed_tensor(seed, input) : no_seed(input)};
+  if (const Flash flash = flash_of(input, mask, attention); flash.fits) {
+    const auto [output, log_sum_exp] = flash_forward(input, flash, attention);
+    const Tensor statistics = as(log_sum_exp, specs[1]);
+    if (is_exact(input, statistics)) return {as(output, specs[0]), statistics, seeds};
+  }
+  const auto [output, log_sum_exp] = attention_in_parts_cpu(input, mask, attention, seed);
+  return {as(output.to(specs[0].dtype), specs[0]), as(log_sum_exp.to(specs[1].dtype), specs[1]),
+          seeds};
 }
 
 Tensor attention_backward_cpu(const Tensor& grad_output, const Tensor& input, const Tensor* mask,
-                              const Tensor& output, const Tensor& log_sum_exp, const Tensor& seed,
+                              const Tensor& output, const Tensor* log_sum_exp, const Tensor& seed,
                               const Attention& attention) {
   if (input.numel() == 0) return at::zeros(input.sizes(), input.options());
-  if (attention.p == 0) {
-    return flash_backward(grad_output, input, mask, output, log_sum_exp, attention);
+  if (const Flash flash = flash_of(input, mask, attention); flash.fits) {
+    Tensor rows = output, statistics;
+    if (log_sum_exp == nullptr) {
+      std::tie(rows, statistics) = flash_forward(input, flash, attention);
+      rows = rows.flatten(-2);
+    } else {
+      statistics = *log_sum_exp;
+    }
+    statistics = contiguous(statistics);
+    if (is_exact(input, statistics)) {
+      return flash_backward(grad_output, input, flash, rows, statistics, attention);
+    }
   }
-  const auto number = static_cast<uint64_t>(seed[0].item<int64_t>());
+  const auto number = attention.p > 0 ? static_cast<uint64_t>(seed[0].item<int64_t>()) : 0;
   const Tensor found =
-      dropped_attention_backward_cpu(grad_output, input, mask, attention, log_sum_exp, number);
+      attention_in_parts_backward_cpu(grad_output, input, mask, attention, log_sum_exp, number);
   return contiguous(found.to(input.scalar_type()).reshape(input.sizes()));
 }
 

@@ -17,6 +17,8 @@ struct Attention {
   bool causal;
   double p;  // of dropout; 0 unless training
   std::optional<double> scale;
+  // A row that the mask lets read nothing gives NaN, as a plain softmax does, instead of zeros.
+  bool nan_rows;
 
   int64_t query_width() const { return heads * head_dim; }
   int64_t width() const { return (heads + 2 * kv_heads) * head_dim; }
@@ -37,11 +39,13 @@ std::tuple<Tensor, Tensor, Tensor> attention_cuda(const Tensor& input, const Ten
 Tensor attention_decomposed(const Tensor& input, const Tensor* mask, const Attention& attention,
                             const Tensor& seed = {});
 
+// Without log_sum_exp, the input is not exactly that of forward, and the output and the statistics
+// are computed again.
 Tensor attention_backward_cpu(const Tensor& grad_output, const Tensor& input, const Tensor* mask,
-                              const Tensor& output, const Tensor& log_sum_exp, const Tensor& seed,
+                              const Tensor& output, const Tensor* log_sum_exp, const Tensor& seed,
                               const Attention& attention);
 Tensor attention_backward_cuda(const Tensor& grad_output, const Tensor& input, const Tensor* mask,
-                               const Tensor& output, const Tensor& log_sum_exp, const Tensor& seed,
+                               const Tensor& output, const Tensor* log_sum_exp, const Tensor& seed,
                                const Attention& attention);
 
 }  // namespace transformer_ops

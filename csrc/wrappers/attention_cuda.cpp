@@ -1,17 +1,20 @@
 // Attention by torch's kernels for CUDA, and in plain ATen.
 #include <ATen/Context.h>
-#include <ATen/ops/_safe_softmax.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_backward.h>
+#include <ATen/ops/cat.h>
 #include <ATen/ops/dropout.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/matmul.h>
 #include <ATen/ops/scaled_dot_product_attention.h>
+#include <ATen/ops/softmax.h>
 #include <ATen/ops/zeros.h>
 
+#include <limits>
+
 #include "op/decomposition.h"
-#include "wrappers/attention_dropout.h"
 #include "wrappers/attention_heads.h"
+#include "wrappers/attention_parts.h"
 #include "wrappers/cuda.h"
 #include "wrappers/dropout.h"
 
@@ -25,7 +28,8 @@ namespace {
 bool takes_flash(const Tensor& input, const Tensor* mask, const Attention& attention) {
   const auto dtype = input.scalar_type();
   return input.is_cuda() && mask == nullptr && (dtype == at::kHalf || dtype == at::kBFloat16) &&
-         attention.head_dim % 8 == 0 && attention.head_dim <= 192 && attention.p < 1;
+         attention.head_dim % 8 == 0 && attention.head_dim <= 192 && attention.p < 1 &&
+         scale_of(attention) > 0;
 }
 
 // The kernel reads vectors of 16 bytes.
@@ -49,22 +53,57 @@ std::tuple<Tensor, Tensor, Tensor> flash_forward(const Tensor& input, const Atte
 }
 
 Tensor flash_backward(const Tensor& grad_output, const Tensor& input, const Tensor& output,
-                      const Tensor& log_sum_exp, const Tensor& seed, const Attention& attention) {
+                      const Tensor* log_sum_exp, const Tensor& seed, const Attention& attention) {
   const Tensor rows = aligned(with_one_batch(input));
   const auto [query, key, value] = heads_of(rows, attention);
   const auto in_heads = [&](const Tensor& tensor) {
     return heads_at(aligned(with_one_batch(tensor)), 0, attention.heads, attention.head_dim);
   };
+  Tensor rows_out = output, statistics;
+  if (log_sum_exp == nullptr) {
+    // Dropout comes behind the statistics, which are made again of the decoded input.
+    Attention whole = attention;
+    whole.p = 0;
+    const auto found = flash_forward(input, whole, attention_outputs(input, whole));
+    if (attention.p == 0) rows_out = std::get<0>(found);
+    statistics = std::get<1>(found);
+  } else {
+    statistics = *log_sum_exp;
+  }
   // Without dropout nobody reads it.
   const Tensor generator =
       attention.p > 0 ? seed : at::empty({2}, input.options().dtype(at::kLong));
   const auto [grad_query, grad_key, grad_value] = at::_scaled_dot_product_flash_attention_backward(
-      in_heads(grad_output), query, key, value, in_heads(output),
-      with_one_batch(log_sum_exp).transpose(1, 2).contiguous(), {}, {}, rows.size(1), rows.size(1),
+      in_heads(grad_output), query, key, value, in_heads(rows_out),
+      with_one_batch(statistics).transpose(1, 2).contiguous(), {}, {}, rows.size(1), rows.size(1),
       attention.p, attention.causal, generator.view(at::kUInt64),
       at::empty({}, generator.options()), scale_of(attention));
   return rows_of_heads({grad_query, grad_key, grad_value}, attention,
                        at::empty(input.sizes(), input.options()));
+}
+
+// ---- plain ATen
+
+// `added` may be undefined, and `empty`, the rows that read nothing and become zeros, too.
+Tensor probabilities_of(const Tensor& query, const Tensor& key, double scale, const Tensor& added,
+                        const Tensor& empty) {
+  const int64_t groups = query.size(-3) / key.size(-3);
+  const Tensor keys = groups > 1 ? key.repeat_interleave(groups, -3) : key;
+  Tensor scores = at::matmul(query, keys.transpose(-1, -2)) * scale;
+  if (added.defined()) scores = scores + added;
+  if (!empty.defined()) return at::softmax(scores, -1);
+  return at::softmax(scores.masked_fill(empty, 0), -1).masked_fill(empty, 0);
+}
+
+Tensor rows_that_read_nothing(const Tensor* mask, const Tensor& added, const Attention& attention) {
+  if (mask == nullptr || attention.nan_rows) return {};
+  return at::isneginf(added.amax(-1, /*keepdim=*/true));
+}
+
+Tensor read(const Tensor& probabilities, const Tensor& value) {
+  const int64_t groups = probabilities.size(-3) / value.size(-3);
+  const Tensor values = groups > 1 ? value.repeat_interleave(groups, -3) : value;
+  return at::matmul(probabilities, values).transpose(-2, -3).flatten(-2);
 }
 
 // ---- the kernel that torch chooses, which runs again in backward
@@ -101,19 +140,63 @@ uint64_t draw_seed_cuda(const Tensor& input, double p) {
   return drawn.seed + drawn.offset * 0x9e3779b97f4a7c15u;
 }
 
+// What the kernel takes. It looks for the greatest product, where the greatest score is another one
+// unless the scale is positive.
+struct Operands {
+  Tensor query, key, value;
+  double scale;
+  std::optional<Tensor> added = {};
+};
+
+// A kernel loses the sum of a row of numbers next to a large one, so the greatest number becomes 0.
+// If it rounds scores away, scores minus themselves are added: their gradients pass.
+void add_numbers(Operands& in, const Tensor& numbers) {
+  const Tensor absorbs = numbers.amax(-1, /*keepdim=*/true).abs() >= kAbsorbing;
+  in.added = relative(numbers, std::numeric_limits<double>::infinity()).to(in.query.scalar_type());
+  const Tensor minus = in.query.detach().neg().masked_fill(absorbs.logical_not(), 0);
+  in.query = at::cat({in.query, minus}, -1);
+  in.key = at::cat({in.key, in.key.detach().nan_to_num(0, 0, 0)}, -1);
+}
+
+Operands operands_of(const Tensor& input, const Tensor* mask, const Attention& attention) {
+  const auto [query, key, value] = heads_of(input, attention);
+  const double scale = scale_of(attention);
+  Operands in{query, key, value, scale};
+  if (scale <= 0) {
+    in.query = query * (scale < 0 ? -1 : 0);
+    in.scale = scale < 0 ? -scale : 1;
+  }
+  if (mask == nullptr) return in;
+  if (mask->scalar_type() == at::kBool) {
+    in.added = mask_of(input, mask, attention, input.scalar_type());
+  } else {
+    add_numbers(in, mask_of(input, mask, attention, accumulate_dtype(input.scalar_type())));
+  }
+  return in;
+}
+
 Tensor chosen_by_torch(const Tensor& input, const Tensor* mask, const Attention& attention,
                        const Tensor& seed) {
   // The numbers of a run on CPU, where the wrappers for CUDA are tested.
   if (attention.p > 0 && !input.is_cuda()) {
     return attention_decomposed(input, mask, attention, seed);
   }
-  const auto [query, key, value] = heads_of(input, attention);
-  std::optional<Tensor> added;
-  if (mask != nullptr) added = mask_of(input, mask, attention, input.scalar_type());
   std::optional<SeededGenerator> generator;
   if (attention.p > 0) generator.emplace(input.device(), seed[0].item<int64_t>());
-  return at::scaled_dot_product_attention(query, key, value, added, attention.p,
-                                          attention.causal && mask == nullptr, scale_of(attention),
+  if (attention.nan_rows || needs_float64(input, mask, attention)) {
+    return attention_decomposed(input, mask, attention);
+  }
+  // Torch's kernel for CPU is none of those that it chooses for CUDA, which sum in float32.
+  const Tensor rows = input.is_cuda() ? input : to_accumulate(input);
+  const Operands in = operands_of(rows, mask, attention);
+  if (!input.is_cuda()) {
+    const Tensor added = in.added ? *in.added : mask_of(rows, nullptr, attention, at::kFloat);
+    const Tensor empty = rows_that_read_nothing(mask, added, attention);
+    return read(probabilities_of(in.query, in.key, in.scale, added, empty), in.value)
+        .to(input.scalar_type());
+  }
+  return at::scaled_dot_product_attention(in.query, in.key, in.value, in.added, attention.p,
+                                          attention.causal && mask == nullptr, in.scale,
                                           attention.kv_heads < attention.heads)
       .transpose(-2, -3)
       .flatten(-2);
@@ -137,7 +220,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_cuda(const Tensor& input, const Ten
 }
 
 Tensor attention_backward_cuda(const Tensor& grad_output, const Tensor& input, const Tensor* mask,
-                               const Tensor& output, const Tensor& log_sum_exp, const Tensor& seed,
+                               const Tensor& output, const Tensor* log_sum_exp, const Tensor& seed,
                                const Attention& attention) {
   if (input.numel() == 0 || attention.p >= 1) return at::zeros(input.sizes(), input.options());
   if (takes_flash(input, mask, attention)) {
@@ -148,20 +231,15 @@ Tensor attention_backward_cuda(const Tensor& grad_output, const Tensor& input, c
   return contiguous(std::get<0>(gradients(again, grad_output, input)).detach());
 }
 
-// ---- plain ATen
-
 Tensor attention_decomposed(const Tensor& input, const Tensor* mask, const Attention& attention,
                             const Tensor& seed) {
-  auto [query, key, value] = heads_of(to_accumulate(input), attention);
-  const int64_t groups = attention.heads / attention.kv_heads;
-  if (groups > 1) {
-    key = key.repeat_interleave(groups, -3);
-    value = value.repeat_interleave(groups, -3);
-  }
-  Tensor scores = at::matmul(query, key.transpose(-1, -2)) * scale_of(attention);
-  const Tensor added = mask_of(input, mask, attention, scores.scalar_type());
-  if (added.defined()) scores = scores + added;
-  Tensor p = at::_safe_softmax(scores, -1);
+  const Tensor rows =
+      needs_float64(input, mask, attention) ? input.to(at::kDouble) : to_accumulate(input);
+  const auto [query, key, value] = heads_of(rows, attention);
+  Tensor added = mask_of(input, mask, attention, rows.scalar_type());
+  if (mask != nullptr && mask->scalar_type() != at::kBool) added = relative(added);
+  Tensor p = probabilities_of(query, key, scale_of(attention), added,
+                              rows_that_read_nothing(mask, added, attention));
   if (seed.defined() && seed.sym_numel() > 0) {
     TORCH_CHECK(!p.is_cuda(),
                 "[attention] p must be 0 on CUDA where forward is computed again, got ",
@@ -170,8 +248,7 @@ Tensor attention_decomposed(const Tensor& input, const Tensor* mask, const Atten
   } else {
     p = at::dropout(p, attention.p, /*train=*/true);
   }
-  const Tensor output = at::matmul(p, value).transpose(-2, -3).flatten(-2);
-  return output.to(input.scalar_type());
+  return read(p, value).to(input.scalar_type());
 }
 
 }  // namespace transformer_ops

@@ -103,6 +103,12 @@ std::optional<Tensor> added_mask(const Tensor& input, const Tensor* mask,
   return mask_with_one_batch(mask_of(input, mask, attention, dtype), input);
 }
 
+Tensor relative(const Tensor& mask, double limit) {
+  const Tensor greatest = mask.amax(-1, /*keepdim=*/true);
+  const Tensor size = greatest.abs();
+  return mask - at::where((size > kSmall).logical_and(size < limit), greatest, 0);
+}
+
 Tensor seed_tensor(uint64_t seed, const Tensor& input) {
   Tensor found = at::zeros({2}, input.options().dtype(at::kLong));
   found[0].fill_(static_cast<int64_t>(seed));

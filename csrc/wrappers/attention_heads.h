@@ -1,6 +1,8 @@
 // The heads, masks and seeds that every way to compute attention shares.
 #pragma once
 
+#include <algorithm>
+
 #include "wrappers/attention.h"
 
 namespace transformer_ops {
@@ -25,6 +27,16 @@ Tensor with_one_batch(const Tensor& tensor);
 // returned.
 Tensor rows_of_heads(const Heads& gradients, const Attention& attention, const Tensor& result);
 
+// Does function(number) hold for any of the numbers, which have a dtype of sums?
+template <class F>
+bool any_of(const Tensor& numbers, F function) {
+  const auto among = [&]<class T>(const T* first) {
+    return std::any_of(first, first + numbers.numel(), function);
+  };
+  return numbers.scalar_type() == at::kDouble ? among(numbers.const_data_ptr<double>())
+                                              : among(numbers.const_data_ptr<float>());
+}
+
 // The numbers to add to scores, or an undefined tensor if nothing is masked.
 Tensor mask_of(const Tensor& input, const Tensor* mask, const Attention& attention,
                at::ScalarType dtype);
@@ -33,6 +45,13 @@ Tensor mask_of(const Tensor& input, const Tensor* mask, const Attention& attenti
 // columns], or without its first two dimensions.
 std::optional<Tensor> added_mask(const Tensor& input, const Tensor* mask,
                                  const Attention& attention, at::ScalarType dtype);
+
+// A number up to kSmall, added to scores, costs no digits. One of kAbsorbing rounds any score away,
+// also in float64.
+inline constexpr double kSmall = 64, kAbsorbing = 1e18;
+// Numbers to add to scores, less the greatest of each row if it is between these limits, which
+// changes no probability. Scores would be rounded to its size.
+Tensor relative(const Tensor& mask, double limit = kAbsorbing);
 
 Tensor no_seed(const Tensor& input);
 Tensor seed_tensor(uint64_t seed, const Tensor& input);

@@ -71,6 +71,11 @@ CALLS: dict[str, Row] = {
     "padding": (lambda m: None, lambda m: {"attention_mask": padding()}, True),
     "positions": (lambda m: None, lambda m: {"position_ids": torch.arange(3, 15)[None]}, True),
     "eager": (lambda m: m.set_attn_implementation("eager"), lambda m: {}, True),
+    "eager, padding": (
+        lambda m: m.set_attn_implementation("eager"),
+        lambda m: {"attention_mask": padding()},
+        True,
+    ),
     "a filled cache": (lambda m: None, lambda m: {"past_key_values": filled(m, "dynamic")}, False),
     "a static cache": (lambda m: None, lambda m: {"past_key_values": filled(m, "static")}, False),
     "weights": (
@@ -98,6 +103,14 @@ CALLS: dict[str, Row] = {
         True,
     ),
 }
+# Not all models take such masks.
+MASKS: dict[str, Row] = {
+    "eager, a mask of booleans": (
+        lambda m: m.set_attn_implementation("eager"),
+        lambda m: {"attention_mask": torch.ones(12, 12).tril().bool()[None, None]},
+        False,
+    ),
+}
 # Their attention is written in other ways.
 OTHERS = ["GPT2", "OPT", "StableLm", "Cohere", "GPTNeoX"]
 # The layer does not hand it on.
@@ -112,7 +125,7 @@ def _with_a_function_of_ours() -> Any:
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", [*CALLS, *MASKS])
 def test_calls_of_a_decoder(name: str, when: str) -> None:
     check_calls("Llama", name, when)
 
@@ -123,8 +136,60 @@ def test_calls_of_other_decoders(model: str, name: str) -> None:
     check_calls(model, name, "before")
 
 
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_rows_that_read_nothing(implementation: str) -> None:
+    """A plain softmax makes them NaN, and torch's attention zeros."""
+    mask = torch.zeros(2, 1, 12, 12).masked_fill(torch.ones(12, 12).triu(1).bool(), -torch.inf)
+    mask[1, 0, 3] = -torch.inf
+    plain: Any = make("Llama")
+    model = copy.deepcopy(plain)
+    tops.fuse(model)
+    found = []
+    for one in (plain, model):
+        one.set_attn_implementation(implementation)
+        with Counted() as counted:
+            logits = one(input_ids=TOKENS, attention_mask=mask).logits
+        logits.sum().backward()
+        found.append((logits, [p.grad for p in one.parameters()], counted.count))
+    (want, right, _), (logits, grads, count) = found
+    assert count == 0 and logits[0].isfinite().all()
+    assert logits[1].isfinite().all() == (implementation == "sdpa")
+    torch.testing.assert_close(logits, want, rtol=1e-4, atol=1e-5, equal_nan=True)
+    for a, b in zip(grads, right, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4, equal_nan=True)
+
+
+def test_a_mask_with_a_gradient() -> None:
+    found = []
+    for is_fused in (False, True):
+        model: Any = make("Llama")
+        if is_fused:
+            tops.fuse(model)
+        mask = torch.linspace(-1, 1, 144).view(1, 1, 12, 12).requires_grad_()
+        model(input_ids=TOKENS, attention_mask=mask).logits.square().sum().backward()
+        found.append(mask.grad)
+    torch.testing.assert_close(found[1], found[0], rtol=1e-3, atol=1e-4)
+
+
+def test_padding_in_bfloat16_is_as_exact() -> None:
+    """The lowest number of the dtype, in all of a row."""
+    exact: Any = make("Llama").train()
+    exact.set_attn_implementation("eager")
+    plain: Any = copy.deepcopy(exact).bfloat16()
+    model = copy.deepcopy(plain)
+    tops.fuse(model)
+    found = []
+    for one in (exact, plain, model):
+        with Counted() as counted:
+            one(input_ids=TOKENS, attention_mask=padding(), labels=TOKENS).loss.backward()
+        found.append([p.grad.float() for p in one.parameters()])
+    assert counted.count == 0
+    for right, before, after in zip(*found, strict=True):
+        assert (after - right).norm() <= 1.5 * (before - right).norm() + 1e-4 * right.norm()
+
+
 def check_calls(kind: str, name: str, when: str) -> None:
-    change, arguments, runs_ops = CALLS[name]
+    change, arguments, runs_ops = {**CALLS, **MASKS}[name]
     runs_ops = runs_ops or (kind, name) == IGNORED
     plain: Any = make(kind).train()
     for module in plain.modules():

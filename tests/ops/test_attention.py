@@ -83,7 +83,7 @@ BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     "mask with a gradient, typed op": (
         lambda: torch.ops.transformer_ops.attention(
-            X, GRAD, 2, 1, 4, False, False, 0.0, None, False
+            X, GRAD, 2, 1, 4, False, False, 0.0, None, False, False
         ),
         RuntimeError,
         r"\[attention\] mask must not require a gradient, got one that does",
@@ -151,6 +151,107 @@ def test_masks_broadcast(shape: tuple[int, ...], is_causal: bool) -> None:
     wanted = attention(2, 1, causal=is_causal)(X, mask)
     torch.testing.assert_close(attend(mask, causal=is_causal), wanted)
     torch.testing.assert_close(attend(torch.where(mask, 0.0, -torch.inf), causal=is_causal), wanted)
+
+
+LOW = torch.finfo(torch.float32).min
+
+
+def low_rows(low: float, dtype: torch.dtype = torch.float32, rest: float = 0.0) -> Tensor:
+    """Padding on the left: the first rows of the mask are its lowest number everywhere."""
+    later = torch.ones(9, 9).triu(1).bool() | (torch.arange(9) < 4)
+    mask = torch.zeros(9, 9).masked_fill(later, low)
+    mask[1, ::2] = -torch.inf  # some columns of a row, which is low elsewhere
+    mask[:4] += rest
+    return mask.to(dtype)
+
+
+# name -> (options, mask, factor of the input): torch's kernel is wrong in each of them
+EXACT: dict[str, tuple[dict[str, Any], Tensor | None, float]] = {
+    "lowest rows": ({}, low_rows(LOW), 1),
+    "lowest rows of bfloat16": ({}, low_rows(-3.38e38, torch.bfloat16), 1),
+    "lowest rows of float16": ({}, low_rows(-65504, torch.float16), 1),
+    "lowest rows of float64": ({}, low_rows(LOW).double() * 1e200, 1),
+    "lowest rows, large scores": ({"scale": 1.0}, low_rows(LOW), 300),
+    "low rows": ({}, low_rows(-1e9), 1),
+    "low rows, causal": ({"causal": True}, low_rows(-1e4, rest=-7e3), 1),
+    "an offset": ({}, torch.rand(9, 9) + 5e3, 1),
+    "a negative scale": ({"causal": True, "scale": -1.0}, None, 1),
+    "a negative scale, a mask": ({"causal": True, "scale": -1.0}, low_rows(LOW), 1),
+    "a scale of 0": ({"causal": True, "scale": 0.0}, None, 1),
+    "a tiny scale": ({"causal": True, "scale": 1e-60}, None, 1),
+    "a large scale": ({"scale": 1e5}, None, 1),
+    "a huge scale": ({"causal": True, "scale": -1e60}, low_rows(-1e9), 1),
+    "large scores": ({}, None, 1e12),
+}
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize("p", [0.0, 0.3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("name", EXACT)
+def test_a_softmax_in_float64(name: str, dtype: torch.dtype, p: float, create_graph: bool) -> None:
+    options, mask, factor = EXACT[name]
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 9, 32, generator=generator, dtype=torch.float64)
+    x[..., :24] *= min(factor, 1e4) if dtype == torch.float16 else factor
+    x = x.to(dtype).requires_grad_()
+    by = torch.randn(2, 9, 16, generator=generator, dtype=torch.float64).to(dtype)
+    op = tops.Attention(4, 2, head_dim=4, p=p, mask=mask is not None, **options)
+    given = () if mask is None else (mask,)
+    found = run_seeded(op, x, *given)
+    (grad,) = torch.autograd.grad(found, x, by, create_graph=create_graph)
+    exact = x.detach().double().requires_grad_()
+    reference = attention_dropout(p, **options) if p else attention(4, 2, **options)
+    wanted = reference(exact, *(one.double() for one in given))
+    (right,) = torch.autograd.grad(wanted, exact, by.double())
+    assert found.dtype == grad.dtype == dtype
+    error = max(4 * torch.finfo(dtype).eps, 2e-5)
+    assert (found - wanted).norm() <= error * wanted.norm()
+    for some in (slice(24), slice(24, 32)):  # queries and keys have gradients of another size
+        fits = right[..., some].abs() < 0.9 * torch.finfo(dtype).max
+        difference = (grad.double() - right)[..., some].where(fits, 0)
+        assert difference.norm() <= error * right[..., some].where(fits, 0).norm() + 1e-30
+
+
+@pytest.mark.parametrize("p", [0.0, 1e-6])
+@pytest.mark.parametrize("part", ["queries", "keys", "values", "mask"])
+@pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("rows", [1, 3, 7, 8, 16, 17])
+def test_what_is_not_finite_shows(rows: int, number: float, part: str, p: float) -> None:
+    x, mask = torch.randn(rows, 24).abs(), torch.zeros(rows, rows)
+    if part == "mask":
+        mask[rows // 2, rows // 2] = number
+    else:
+        x[rows // 2, {"queries": 0, "keys": 8, "values": 16}[part]] = number
+    found = run_seeded(tops.Attention(1, head_dim=8, p=p, mask=True), x.requires_grad_(), mask)
+    exact = x.detach().double().requires_grad_()
+    q, k, v = exact.split(8, -1)
+    wanted = torch.softmax(q @ k.T * 8**-0.5 + mask, -1) @ v
+    if rows == 1 and part == "mask" and number == -torch.inf:
+        wanted = 0 * v  # the row reads nothing
+    assert torch.equal(found.isfinite(), wanted.isfinite())
+    if part != "mask":
+        again = run_seeded(tops.Attention(1, head_dim=8, p=p), x)
+        torch.testing.assert_close(again, found, equal_nan=True)
+    grads = [torch.autograd.grad(y.sum(), t)[0] for y, t in ((found, x), (wanted, exact))]
+    assert grads[1].isfinite().all() or not grads[0].isfinite().all()
+
+
+@pytest.mark.parametrize("saved", ["int8", "fp8"])
+@pytest.mark.parametrize("size", [4.0, 36.0])
+def test_probabilities_of_decoded_numbers_sum_to_1(size: float, saved: str) -> None:
+    """The gradients of all values sum to the probabilities of all rows."""
+    x = torch.randn(2, 33, 3 * 64)
+    x[..., :128] *= size**0.5
+    x.requires_grad_()
+    for p in (0.0, 1e-6):
+        op = tops.Attention(2, head_dim=32, causal=True, p=p)
+        module = tops.Sequential(op, saved=saved, saved_inputs=True)
+        found = run_seeded(module, x)
+        assert torch.equal(found, run_seeded(op, x))
+        (grad,) = torch.autograd.grad(found, x, torch.ones_like(found))
+        torch.testing.assert_close(grad[..., 128:].sum(1), torch.full((2, 64), 33.0))
+        assert "s0.log_sum_exp=" not in str(module.plans()[0])
 
 
 # Scores of one head, or of some rows of it, fill the memory that they may take at a time.

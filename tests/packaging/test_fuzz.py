@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from fuzz import FUZZERS
 
-pytestmark = pytest.mark.takes(seconds=75)
+pytestmark = pytest.mark.takes(seconds=85)
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 7

@@ -200,11 +200,13 @@ class TransformersAttention(AttentionCall):
             rotary_dim = tables[0].shape[-1]
             if self._rotation.is_by_pair:
                 tables = tuple(table[..., : rotary_dim // 2] for table in tables)
-        has_cache = cache is not None
         if mask is None:
-            choice = (False, bool(is_causal), rotary_dim, has_cache)
+            choice = (False, bool(is_causal), rotary_dim, cache is not None, False)
             return AttentionInputs(choice, tables, cache)
-        return AttentionInputs((True, False, rotary_dim, has_cache), (*tables, mask), cache)
+        return self.masked(module, mask, tables, rotary_dim, cache)
+
+    def has_plain_softmax(self, module: Any) -> bool:
+        return bool(module.config._attn_implementation == "eager")
 
 
 def _is_empty(cache: Any, layer: int) -> bool:
@@ -289,8 +291,12 @@ class TimmAttention(AttentionCall):
             tables = _tables_of_timm(rope, getattr(module, self.names["prefix"]))
         rotary_dim = tables[0].shape[-1] if tables else None
         if mask is None:
-            return AttentionInputs((False, bool(is_causal), rotary_dim, False), tables, None)
-        return AttentionInputs((True, False, rotary_dim, False), (*tables, mask), None)
+            choice = (False, bool(is_causal), rotary_dim, False, False)
+            return AttentionInputs(choice, tables, None)
+        return self.masked(module, mask, tables, rotary_dim, None)
+
+    def has_plain_softmax(self, module: Any) -> bool:
+        return not module.fused_attn
 
 
 def _tables_of_timm(rope: Tensor, prefix: int) -> tuple[Tensor, Tensor]:

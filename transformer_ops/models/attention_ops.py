@@ -33,9 +33,9 @@ __all__ = [
 ]
 
 # What of a call decides which ops run: whether there is a mask, whether attention is causal, how
-# many numbers of each head the tables rotate, if there are tables, and whether a cache takes keys
-# and values. Dynamo traces it.
-AttentionChoice = tuple[bool, bool, int | None, bool]
+# many numbers of each head the tables rotate, if there are tables, whether a cache takes keys and
+# values, and whether a row that the mask lets read nothing is NaN. Dynamo traces it.
+AttentionChoice = tuple[bool, bool, int | None, bool, bool]
 
 
 class AttentionInputs(NamedTuple):
@@ -63,6 +63,26 @@ class AttentionCall:
     def ops(self, module: Any) -> list[FusibleOperation]:
         """All that the module computes. FuseSkip if ops do not."""
         raise NotImplementedError
+
+    def has_plain_softmax(self, module: Any) -> bool:
+        """Whether the module computes scores and their softmax itself, instead of torch's
+        attention: a mask is a sum, and a row that it lets read nothing is NaN."""
+        raise NotImplementedError
+
+    def masked(
+        self,
+        module: Any,
+        mask: Tensor,
+        tables: tuple[Tensor, ...],
+        rotary_dim: int | None,
+        cache: Any,
+    ) -> AttentionInputs | None:
+        """What the ops take for a call with a mask; None if they do not compute it."""
+        is_plain = self.has_plain_softmax(module)
+        if mask.requires_grad or (is_plain and not mask.is_floating_point()):
+            return None
+        choice = (True, False, rotary_dim, cache is not None, is_plain)
+        return AttentionInputs(choice, (*tables, mask), cache)
 
     def inputs(
         self, module: Any, args: Sequence[Any], kwargs: Mapping[str, Any], gives_weights: bool
@@ -107,7 +127,7 @@ class BorrowedAttention(Borrowed, Attention):
         own["_watched"] = tuple(names[name] for name in _NUMBERS if name in names)
         for name in self._watched:
             check_number(owner, name)
-        self.choose((False, False, None, False))
+        self.choose((False, False, None, False, False))
 
     @property
     def module(self) -> nn.Module:
@@ -116,9 +136,18 @@ class BorrowedAttention(Borrowed, Attention):
 
     def choices(self) -> list[AttentionChoice]:
         """What calls usually choose."""
-        kinds = ((False, False), (False, True), (True, False))
+        kinds = (
+            (False, False, False),
+            (False, True, False),
+            (True, False, self.call.has_plain_softmax(self.module)),
+        )
         rotary_dims = self.call.rotary_dims(self.module)
-        return [(*kind, n, has) for kind in kinds for n in rotary_dims for has in (False, True)]
+        return [
+            (mask, causal, n, has, nan_rows)
+            for mask, causal, nan_rows in kinds
+            for n in rotary_dims
+            for has in (False, True)
+        ]
 
     def _tensors_of_owner(self) -> tuple[str, ...]:
         return ()
@@ -160,6 +189,10 @@ class BorrowedAttention(Borrowed, Attention):
     @property
     def causal(self) -> bool:  # type: ignore[override]
         return bool(self.__dict__["_choice"][1])
+
+    @property
+    def nan_rows(self) -> bool:
+        return bool(self.__dict__["_choice"][4])
 
 
 class NoKeyBias(BorrowedPackedLinear):

@@ -34,14 +34,17 @@ class Attention(BasicOperation, kind="Attention"):
 
     With `mask`, there is an extra input: booleans that are True where a row reads another one, or
     numbers that are added, of shape `[t, t]` or `[..., num_heads, t, t]`, where all sizes but the
-    last may be 1. It gets no gradient. A row that reads nothing gives zeros.
+    last may be 1. It gets no gradient. A row that reads nothing gives zeros. The result and the
+    gradients are those of a softmax in float64, up to the rounding of the products: also for rows
+    of the lowest number of a dtype, which read all keys alike, any scale, NaN and infinity.
 
     On the CPU without dropout, torch's own kernel runs (flash attention), and backward needs the
-    input, the output and a number for each row and head. With dropout, which that kernel lacks,
-    scores are made for a few heads at a time, in float32, and made again in backward: it needs the
-    input, that number and a seed. On CUDA, torch's flash kernels run where they can, else torch
-    chooses the kernel, and backward runs forward again. The cache of a decoder, windows and soft
-    caps are left to the caller: a window is a mask.
+    input, the output and a number for each row and head. With dropout, which that kernel lacks, and
+    where it is not exact, scores are made for a few heads at a time, in float32, and made again in
+    backward: it needs the input, that number and a seed. Scores beyond 1000 are made in float64. On
+    CUDA, torch's flash kernels run where they can, else torch chooses the kernel, and backward runs
+    forward again. If the input is saved in 8 bits, backward runs forward again on what it decodes.
+    The cache of a decoder, windows and soft caps are left to the caller: a window is a mask.
 
     Under tensor parallelism the numbers of heads are those of a rank, which has the queries, keys
     and values of its heads: `PackedLinear(..., tensor_parallel_mode="column")`.

@@ -38,27 +38,37 @@ TRANSFORMER_OPS_INLINE void for_scores(const Row<A>& row, double scale, F f) {
   }
 }
 
+// products becomes the scores. Returns the greatest one that is not NaN; -inf if there is none.
 template <class A>
-A maximum_of(const Row<A>& row, double scale) {
+A scores_of(const Row<A>& row, double scale) {
   const Vec<A> lowest(-static_cast<A>(__builtin_inf()));
   Vec<A> found = lowest;
+  A* const products = row.products;
   for_scores(
-      row, scale, [&](int64_t, Vec<A> score, auto lanes) __attribute__((always_inline)) {
+      row, scale, [&](int64_t i, Vec<A> score, auto lanes) __attribute__((always_inline)) {
+        store(products + i, score, lanes);
         if constexpr (__is_same(decltype(lanes), FirstLanes)) {
           A values[Vec<A>::kLanes];
           store_acc<A>(values, score);
           for (int64_t k = lanes.count; k < Vec<A>::kLanes; ++k) values[k] = lowest.native[0];
           score = load_acc<A>(values);
         }
-        // A comparison with NaN is false, so that NaN passes on.
-        found = select(score <= found, found, score);
+        found = select(found < score, score, found);
       });
   A greatest = found.native[0];
   for (int64_t k = 1; k < Vec<A>::kLanes; ++k) {
-    const A lane = found.native[k];
-    if (!(lane <= greatest)) greatest = lane;
+    if (greatest < found.native[k]) greatest = found.native[k];
   }
   return greatest;
+}
+
+template <class A>
+bool reads_nothing(const Row<A>& row) {
+  if (row.mask == nullptr) return false;
+  for (int64_t i = 0; i < row.attended; ++i) {
+    if (row.mask[i] != -static_cast<A>(__builtin_inf())) return false;
+  }
+  return true;
 }
 
 // products becomes exp(score - shift). Returns the sum.
@@ -83,15 +93,23 @@ void clear_rest(const Row<A>& row, int64_t columns) {
 }
 
 template <class A>
-void softmax_row(const Row<A>& row, const Scores& scores, A& log_sum_exp) {
-  const A greatest = maximum_of(row, scores.scale);
+void clear(const Row<A>& row) {
+  memset(row.products, 0, static_cast<size_t>(row.attended) * sizeof(A));
+}
+
+template <class A>
+void softmax_row(Row<A> row, const Scores& scores, A& log_sum_exp) {
+  // A score that is rounded in one place and not in the other may exceed the greatest one by far.
+  const A greatest = scores_of(row, scores.scale);
   clear_rest(row, scores.columns);
-  if (greatest == -static_cast<A>(__builtin_inf())) {
-    memset(row.products, 0, static_cast<size_t>(row.attended) * sizeof(A));
+  // Scores that overflow to -inf, or that are NaN, make the row NaN below.
+  if (greatest == -static_cast<A>(__builtin_inf()) && !scores.nan_rows && reads_nothing(row)) {
+    clear(row);
     log_sum_exp = 0;
     return;
   }
-  const double sum = exponentials(row, scores.scale, greatest);
+  row.mask = nullptr;
+  const double sum = exponentials(row, 1, greatest);
   log_sum_exp = static_cast<A>(static_cast<double>(greatest) + __builtin_log(sum));
   const Vec<A> factor(static_cast<A>(1 / sum));
   A* const products = row.products;
@@ -139,8 +157,13 @@ void attention_probabilities(DType acc, void* products, const Scores& scores,
   with_acc(acc, [&]<class A>(Tag<A>) {
     for (int64_t r = 0; r < rows; ++r) {
       const Row<A> row(as<A>(products), scores, r);
-      exponentials(row, scores.scale, as<A>(log_sum_exp)[r * scores.stride]);
+      const A statistic = as<A>(log_sum_exp)[r * scores.stride];
       clear_rest(row, scores.columns);
+      if (statistic == 0 && reads_nothing(row)) {
+        clear(row);
+      } else {
+        exponentials(row, scores.scale, statistic);
+      }
     }
   });
 }

@@ -54,6 +54,24 @@ backward Square ops=[1]
   EXPECT_EQ(parse_plan(to_text(plan)), plan);
 }
 
+TEST(Compress, LeavesOutWhatBelongsToTheExactTensor) {
+  const auto ops = nodes({"Product", "Square", "Soft"});
+  EXPECT_EQ(saved(plan_of(ops, {})), "s0.input s1.input s2.input s2.sum ");
+  EXPECT_NE(to_text(plan_of(ops, {})).find("soft_backward(g3, s2.input, s2.sum)"),
+            std::string::npos);
+  // Decoded, and computed again from what is decoded.
+  const Plan plan = plan_of(ops);
+  EXPECT_EQ(saved(plan), "s0.input s1.input.codes s1.input.scale s2.input.codes s2.input.scale ");
+  EXPECT_NE(to_text(plan).find("soft_backward(g3, s2.input, none)"), std::string::npos);
+  EXPECT_EQ(parse_plan(to_text(plan)), plan);
+  const Plan again = plan_of(ops, {SavedFormat::Int8}, Recompute::Cheap);
+  EXPECT_EQ(saved(again), "s0.input s1.input.codes s1.input.scale ");
+  EXPECT_NE(to_text(again).find("soft_backward(g3, x2, none)"), std::string::npos);
+  // An exact input has its own.
+  EXPECT_EQ(saved(plan_of(nodes({"Soft", "Product"}))),
+            "s0.input s0.sum s1.input.codes s1.input.scale ");
+}
+
 TEST(Compress, TakesTheCallersTensorsWhereAsked) {
   const Plan plan = plan_of(nodes({"Norm", "Square"}), {SavedFormat::Fp8, true});
   EXPECT_EQ(saved(plan), "s0.input.codes s0.input.scale s0.rstd s1.input.codes s1.input.scale ");

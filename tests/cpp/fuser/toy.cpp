@@ -87,6 +87,12 @@ bool declare() {
                    .recompute = "recompute_norm(Tensor grad_output, Tensor input, Tensor rstd) -> "
                                 "Tensor output",
                    .dtype = DTypeRule::Autocast});
+  add_declaration({.kind = "Soft",
+                   .summary = "exp(x) / sum(exp(x))",
+                   .slots = {{"input"}, {.name = "sum", .of_exact = true}},
+                   .forward = "soft(Tensor input) -> (Tensor output, Tensor sum)",
+                   .backward = "soft_backward(Tensor grad_output, Tensor input, Tensor? sum) -> "
+                               "Tensor grad_input"});
   add_declaration({.kind = "Mask",
                    .summary = "x where a bit is set",
                    .slots = {{"mask"}},

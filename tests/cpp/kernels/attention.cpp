@@ -131,5 +131,51 @@ TEST_P(KernelTest, AttentionScores) {
   }
 }
 
+TEST_P(KernelTest, AttentionOfSpecialNumbers) {
+  if (dtype != acc) GTEST_SKIP() << "scores are in the compute type";
+  struct Row {
+    double others, one, mask;
+    bool nan_rows;
+    double wanted;  // of the row, or NaN for NaN
+  };
+  const double nan = std::nan("");
+  const std::vector<Row> cases = {
+      {0, nan, 0, false, nan},       {nan, nan, 0, false, nan}, {-kInf, nan, 0, false, nan},
+      {-kInf, -kInf, 0, false, nan}, {0, kInf, 0, false, nan},  {0, 0, nan, false, nan},
+      {0, 0, kInf, false, nan},      {0, 0, -kInf, false, 0},   {0, 0, -kInf, true, nan},
+      {nan, nan, -kInf, false, 0},   {1e30, 1e30, 0, false, 1}, {0, 0, -3.4e38, false, 1},
+      {-1e30, -1e30, 0, false, 1},
+  };
+  for (const Row& row : cases) {
+    for (int64_t columns : {1, 3, 7, 8, 16, 17, 33}) {
+      for (int64_t at : {int64_t{0}, columns / 2, columns - 1}) {
+        Array mask(dtype, columns), p(dtype, columns), again(dtype, columns), statistic(dtype, 1);
+        for (int64_t i = 0; i < columns; ++i) {
+          mask.set(i, row.mask);
+          p.set(i, i == at ? row.one : row.others);
+          again.set(i, p[i]);
+        }
+        const Scores scores{.columns = columns,
+                            .scale = 0.3,  // 0.3e30 is rounded
+                            .mask = row.mask == 0 ? nullptr : mask.data(),
+                            .mask_stride = columns,
+                            .nan_rows = row.nan_rows};
+        on(attention_softmax)(acc, p.data(), scores, statistic.data(), 1);
+        for (int64_t i = 0; i < columns; ++i) {
+          if (std::isnan(row.wanted)) {
+            EXPECT_TRUE(std::isnan(p[i])) << row.others << ' ' << row.one << ' ' << columns;
+          } else {
+            EXPECT_NEAR(p[i], row.wanted / static_cast<double>(columns), 1e-6) << columns;
+          }
+        }
+        if (row.wanted == 0) {
+          on(attention_probabilities)(acc, again.data(), scores, statistic.data(), 1);
+          for (int64_t i = 0; i < columns; ++i) EXPECT_EQ(again[i], 0) << columns;
+        }
+      }
+    }
+  }
+}
+
 }  // namespace
 }  // namespace transformer_ops::cpu

@@ -1,8 +1,10 @@
-#include "wrappers/attention_dropout.h"
+#include "wrappers/attention_parts.h"
 
 #include <ATen/ops/bmm.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
+
+#include <cmath>
 
 #include "kernels/attention.h"
 #include "kernels/dropout.h"
@@ -20,12 +22,12 @@ struct Part {
   int64_t batch, group, first_head, heads, first_row, rows, columns;
 };
 
-class AttentionWithDropout {
+class AttentionInParts {
  public:
-  AttentionWithDropout(const Tensor& input, const Tensor* mask, const Attention& attention,
-                       uint64_t seed)
+  AttentionInParts(const Tensor& input, const Tensor* mask, const Attention& attention,
+                   at::ScalarType acc, uint64_t seed)
       : attention_(attention),
-        acc_(accumulate_dtype(input.scalar_type())),
+        acc_(acc),
         batches_(with_one_batch(input)),
         rows_(batches_.size(1)),
         seed_(seed) {
@@ -34,12 +36,14 @@ class AttentionWithDropout {
       Attention whole = attention;
       whole.causal = false;
       const Tensor added = *added_mask(input, mask, whole, acc_);
-      mask_ = added.expand({batches_.size(0), attention.heads, rows_, rows_});
+      // In float64 a row of any numbers is exact.
+      mask_ = (acc_ == at::kDouble ? added : relative(added))
+                  .expand({batches_.size(0), attention.heads, rows_, rows_});
       if (mask_.stride(-1) != 1) mask_ = mask_.contiguous();
     }
   }
 
-  std::tuple<Tensor, Tensor> forward() {
+  std::tuple<Tensor, Tensor> forward() const {
     Tensor output = empty_cpu({batches_.size(0), rows_, attention_.query_width()}, acc_);
     Tensor log_sum_exp = empty_cpu({batches_.size(0), rows_, attention_.heads}, acc_);
     for (int64_t b = 0; b < batches_.size(0); ++b) {
@@ -48,16 +52,21 @@ class AttentionWithDropout {
       for_parts(b, [&](const Part& part) {
         Tensor products = multiply(query_of(in.query, part), keys_of(in.key, part).mT());
         softmax(part, products, log_sum_exp, /*is_known=*/false);
-        drop(part, products, products);
+        if (attention_.p > 0) drop(part, products, products);
         rows_of(out, part).copy_(at::bmm(products, keys_of(in.value, part)));
       });
     }
     return {output, log_sum_exp};
   }
 
-  Tensor backward(const Tensor& grad_output, const Tensor& log_sum_exp) {
+  // The gradient of the input, and the statistics, which `known` has if it is defined.
+  std::tuple<Tensor, Tensor> backward(const Tensor& grad_output, const Tensor& known) const {
     Tensor result = at::zeros(batches_.sizes(), batches_.options().dtype(acc_));
-    const Tensor grads = with_one_batch(grad_output), statistics = with_one_batch(log_sum_exp);
+    const bool is_known = known.defined();
+    const Tensor log_sum_exp = is_known
+                                   ? with_one_batch(known)
+                                   : empty_cpu({batches_.size(0), rows_, attention_.heads}, acc_);
+    const Tensor grads = with_one_batch(grad_output);
     for (int64_t b = 0; b < batches_.size(0); ++b) {
       const Heads in = grouped(batches_[b].to(acc_)), grad_in = grouped(result[b]);
       const Tensor grad_out = groups_of_query(grads[b].to(acc_));
@@ -65,18 +74,21 @@ class AttentionWithDropout {
         const Tensor query = query_of(in.query, part), key = keys_of(in.key, part);
         const Tensor grad = query_of(grad_out, part);
         const Tensor p = multiply(query, key.mT());
-        softmax(part, p, statistics, /*is_known=*/true);
+        softmax(part, p, log_sum_exp, is_known);
         const Tensor grad_p = multiply(grad, keys_of(in.value, part).mT());
-        Tensor dropped = empty_cpu(p.sizes(), acc_);
-        drop(part, p, dropped);
+        Tensor dropped = p;
+        if (attention_.p > 0) {
+          dropped = empty_cpu(p.sizes(), acc_);
+          drop(part, p, dropped);
+          drop_gradient(part, grad_p);
+        }
         keys_of(grad_in.value, part).add_(at::bmm(dropped.mT(), grad));
-        drop_gradient(part, grad_p);
         softmax_backward(part, p, grad_p);
         rows_of(grad_in.query, part).copy_(at::bmm(grad_p, key));
         keys_of(grad_in.key, part).add_(at::bmm(grad_p.mT(), query));
       });
     }
-    return result;
+    return {result, log_sum_exp};
   }
 
  private:
@@ -161,6 +173,7 @@ class AttentionWithDropout {
                        .scale = scale_of(attention_),
                        .attended = row + 1,
                        .causal = attention_.causal,
+                       .nan_rows = attention_.nan_rows,
                        .stride = attention_.heads};
     if (mask_.defined()) {
       scores.mask_stride = mask_.stride(2);
@@ -252,15 +265,41 @@ Tensor drop_factors_cpu(const Tensor& p, const Attention& attention, uint64_t se
   return found;
 }
 
-std::tuple<Tensor, Tensor> dropped_attention_cpu(const Tensor& input, const Tensor* mask,
-                                                 const Attention& attention, uint64_t seed) {
-  return AttentionWithDropout(input, mask, attention, seed).forward();
+bool needs_float64(const Tensor& input, const Tensor* mask, const Attention& attention) {
+  const double scale = scale_of(attention);
+  const bool fits = scale == 0 || std::isnormal(static_cast<float>(scale));
+  const bool is_wide = mask != nullptr && mask->scalar_type() == at::kDouble;
+  return input.scalar_type() != at::kDouble && (!fits || is_wide);
 }
 
-Tensor dropped_attention_backward_cpu(const Tensor& grad_output, const Tensor& input,
-                                      const Tensor* mask, const Attention& attention,
-                                      const Tensor& log_sum_exp, uint64_t seed) {
-  return AttentionWithDropout(input, mask, attention, seed).backward(grad_output, log_sum_exp);
+bool are_ordinary(const Tensor& log_sum_exp) {
+  // In float32, probabilities are exact up to 6e-5 there. NaN is not ordinary.
+  return !any_of(log_sum_exp, [](auto number) { return !(std::abs(number) <= 1000); });
+}
+
+std::tuple<Tensor, Tensor> attention_in_parts_cpu(const Tensor& input, const Tensor* mask,
+                                                  const Attention& attention, uint64_t seed) {
+  if (!needs_float64(input, mask, attention)) {
+    const auto acc = accumulate_dtype(input.scalar_type());
+    auto found = AttentionInParts(input, mask, attention, acc, seed).forward();
+    if (acc == at::kDouble || are_ordinary(std::get<1>(found))) return found;
+  }
+  return AttentionInParts(input, mask, attention, at::kDouble, seed).forward();
+}
+
+Tensor attention_in_parts_backward_cpu(const Tensor& grad_output, const Tensor& input,
+                                       const Tensor* mask, const Attention& attention,
+                                       const Tensor* log_sum_exp, uint64_t seed) {
+  // A row that is not ordinary was computed in float64.
+  const bool is_known = log_sum_exp != nullptr && are_ordinary(*log_sum_exp);
+  if (!needs_float64(input, mask, attention) && (is_known || log_sum_exp == nullptr)) {
+    const AttentionInParts parts(input, mask, attention, accumulate_dtype(input.scalar_type()),
+                                 seed);
+    const auto [result, found] = parts.backward(grad_output, is_known ? *log_sum_exp : Tensor());
+    if (is_known || are_ordinary(found)) return result;
+  }
+  return std::get<0>(
+      AttentionInParts(input, mask, attention, at::kDouble, seed).backward(grad_output, {}));
 }
 
 }  // namespace transformer_ops
