@@ -509,6 +509,10 @@ class Sequential(nn.Module, Observer):
             state = f"{self._number}.{edits}" if content is None else guard_groups.digest(content)
             layout = layout._replace(state=state)
             self._guard_group = guard_groups.join(self, state, self._guard_group)
+            # A graph that was made for an equal Sequential finds the groups by their own states.
+            for segment in layout.segments:
+                if segment.group is not None:
+                    segment.group._shared_state()
             if self._edits == edits:
                 self._layout = layout
         assert self._guard_group is not None

@@ -24,6 +24,7 @@ class Recomputation {
         policy_(analysis.key().policies.recompute) {
     for (const Step& step : plan_.forward) {
       casts_.insert(casts_.end(), step.ops.size(), input_cast(step));
+      for (const Save& save : step.saves) saved_.insert(save.slot);
     }
   }
 
@@ -89,9 +90,16 @@ class Recomputation {
   void find_reads(const Step& step) {
     if (step.skipped) return;
     for (const Value& slot : slots_read(plan_, step)) {
+      if (!is_saved(slot)) continue;  // a Python step gets None where no gradient needs the slot
       read_.insert(slot);
       if (is_main(slot)) main_slots_[first_same(slot.op)].push_back(slot);
     }
+  }
+
+  bool is_saved(const Value& slot) const {
+    const auto step =
+        std::ranges::find_if(plan_.forward, [&](const Step& one) { return one.last() >= slot.op; });
+    return step->python.has_value() || saved_.contains(slot);
   }
 
   static bool is_main(const Value& value) {
@@ -353,6 +361,7 @@ class Recomputation {
   Recompute policy_;
   std::vector<std::optional<DType>> casts_;  // the dtype to which the step that covers an op casts
                                              // the main tensor
+  std::set<Value> saved_;                    // by native steps of forward
   std::set<Value> read_;
   std::map<int, std::vector<Value>> main_slots_;  // by boundary
   std::map<int, State> states_;                   // by boundary

@@ -1,0 +1,353 @@
+"""Fusions that are wrong in one way each. `check_fusion` has to refuse every one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear, silu
+from user_fusions import rows, silu_gradient
+
+import transformer_ops as tops
+
+
+class Row(NamedTuple):
+    """`message` is a part of the error, or empty."""
+
+    name: str
+    kind: str
+    fused: type[tops.FusedOperation]
+    pattern: list[Any]
+    make: Callable[[], list[Any]]
+    message: str
+    extra_inputs: int = 0
+
+
+# ---- what is right
+
+
+class Slots(tops.FusedOperation):
+    """Forward: Linear + SiLU."""
+
+    def output(self, x: Tensor, weight: Tensor, hidden: Tensor) -> Any:
+        return silu(hidden)
+
+    def slots(self, x: Tensor, weight: Tensor, hidden: Tensor) -> Any:
+        return x, weight, hidden
+
+    def fuser_forward_compute(self, input_: Tensor, **unused: Any) -> Any:
+        weight = self.basic_ops[0].weight
+        hidden = input_ @ weight.T
+        slots = self.slots(input_, weight, hidden)
+        return self.output(input_, weight, hidden), [(), ()], slots
+
+    def fuser_forward_save_ctx(
+        self, basic_op_ctxs: Any, input_: Tensor, tensors_to_save: Any, **unused: Any
+    ) -> None:
+        x, weight, hidden = tensors_to_save
+        basic_op_ctxs[0].save_for_backward(x, weight)
+        basic_op_ctxs[1].save_for_backward(hidden)
+
+
+class Grads(tops.FusedOperation):
+    """Backward: Linear + SiLU."""
+
+    def derivative(self, grad: Tensor, hidden: Tensor) -> Tensor:
+        return silu_gradient(grad, hidden)
+
+    def gradients(self, grad: Tensor, x: Tensor | None, weight: Tensor | None) -> Any:
+        grad_weight = None if x is None else rows(grad).T @ rows(x)
+        return None if weight is None else grad @ weight, [(grad_weight,), ()]
+
+    def fuser_backward(self, basic_op_ctxs: Any, grad_output: Tensor, **unused: Any) -> Any:
+        x, weight = basic_op_ctxs[0].saved_tensors
+        (hidden,) = basic_op_ctxs[1].saved_tensors
+        return *self.gradients(self.derivative(grad_output, hidden), x, weight), [(), ()]
+
+
+class Joint(tops.FusedOperation):
+    """Joint: Linear with bias + SiLU, which computes the product again."""
+
+    def product(self, x: Tensor) -> Tensor:
+        return linear(x, self.basic_ops[0].weight, self.basic_ops[1].bias)
+
+    def output(self, x: Tensor) -> Tensor:
+        return silu(self.product(x))
+
+    def saved(self, x: Tensor) -> Any:
+        return x, self.basic_ops[0].weight, self.basic_ops[1].bias
+
+    def gradients(self, grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor) -> Any:
+        grad = silu_gradient(grad, linear(x, weight, bias))
+        return grad @ weight, rows(grad).T @ rows(x), rows(grad).sum(0)
+
+    def fuser_forward_compute(self, input_: Tensor, **unused: Any) -> Any:
+        return self.output(input_), [(), (), ()], self.saved(input_)
+
+    def fuser_forward_save_ctx(
+        self, basic_op_ctxs: Any, input_: Tensor, tensors_to_save: Any, **unused: Any
+    ) -> None:
+        basic_op_ctxs[0].save_for_backward(*tensors_to_save)
+
+    def fuser_backward(self, basic_op_ctxs: Any, grad_output: Tensor, **unused: Any) -> Any:
+        found = self.gradients(grad_output, *basic_op_ctxs[0].saved_tensors)
+        grad, grad_weight, grad_bias = found
+        return grad, [(grad_weight,), (grad_bias,), ()], [(), (), ()]
+
+
+class Fork(tops.FusedOperation):
+    """Joint: MakeExtraOutput + ConstantScale + AddExtraInput: `2 x + extra`, and x."""
+
+    def outputs(self, x: Tensor, extra: Tensor) -> tuple[Tensor, Tensor]:
+        return x * self.basic_ops[1].scale + extra, x.clone()
+
+    def gradients(self, grad: Tensor, grad_extra: Tensor) -> tuple[Any, Any]:
+        return grad * self.basic_ops[1].scale + grad_extra, grad
+
+    def fuser_forward_compute(
+        self, input_: Tensor, *, basic_op_extra_inputs: Any, **unused: Any
+    ) -> Any:
+        output, extra = self.outputs(input_, basic_op_extra_inputs[2][0])
+        return output, [(extra,), (), ()], ()
+
+    def fuser_forward_save_ctx(self, *unused: Any, **keywords: Any) -> None:
+        pass
+
+    def fuser_backward(
+        self, basic_op_ctxs: Any, grad_output: Tensor, *, basic_op_grad_extra_outputs: Any
+    ) -> Any:
+        grad, grad_extra = self.gradients(grad_output, basic_op_grad_extra_outputs[0][0])
+        return grad, [(), (), ()], [(), (), (grad_extra,)]
+
+
+def mlp() -> list[Any]:
+    return [tops.LayerNorm(6), tops.Linear(6, 8, bias=False), tops.SiLU(), tops.Linear(8, 6)]
+
+
+def with_bias() -> list[Any]:
+    ops = [tops.LayerNorm(6), tops.Linear(6, 8), tops.SiLU(), tops.Linear(8, 6)]
+    nn.init.normal_(ops[1].bias)
+    return ops
+
+
+def fork() -> list[Any]:
+    return [tops.SiLU(), tops.MakeExtraOutput(), tops.ConstantScale(2.0), tops.AddExtraInput()]
+
+
+PATTERNS: dict[str, tuple[str, list[Any], Callable[[], list[Any]], int]] = {
+    "Slots": ("forward", [tops.BasicLinear, tops.SiLU], mlp, 0),
+    "Grads": ("backward", [tops.BasicLinear, tops.SiLU], mlp, 0),
+    "Joint": ("forward_backward", [tops.BasicLinear, tops.Bias, tops.SiLU], with_bias, 0),
+    "Fork": (
+        "forward_backward",
+        [tops.MakeExtraOutput, tops.ConstantScale, tops.AddExtraInput],
+        fork,
+        1,
+    ),
+}
+RIGHT = [Slots, Grads, Joint, Fork]
+
+
+def wrong(name: str, base: type, message: str = "differs from the unfused ops", **methods: Any):
+    """A row with a subclass that has these methods."""
+    kind, pattern, make, extra_inputs = PATTERNS[base.__name__]
+    return Row(name, kind, type("Wrong", (base,), methods), pattern, make, message, extra_inputs)
+
+
+# ---- what is wrong
+
+
+def slots() -> Iterator[Row]:
+    """A slot, for the backward of the ops themselves."""
+    changed: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
+        "input of zeros": lambda x, w, h: (torch.zeros_like(x), w, h),
+        "input doubled": lambda x, w, h: (2 * x, w, h),
+        "input rounded": lambda x, w, h: (x.half().to(x), w, h),
+        "input of the first rows": lambda x, w, h: (x * (torch.arange(len(x)) < 2)[:, None], w, h),
+        "weight of zeros": lambda x, w, h: (x, torch.zeros_like(w), h),
+        "weight's sign": lambda x, w, h: (x, -w, h),
+        "hidden for the output": lambda x, w, h: (x, w, silu(h)),
+        "hidden without sign": lambda x, w, h: (x, w, h.abs()),
+        "hidden of ones": lambda x, w, h: (x, w, torch.ones_like(h)),
+        "hidden shifted": lambda x, w, h: (x, w, h + 1e-3),
+    }
+    for name, function in changed.items():
+        yield wrong(name, Slots, slots=lambda self, *given, f=function: f(*given))
+    raising: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
+        "weight transposed": lambda x, w, h: (x, w.T, h),
+        "slots swapped": lambda x, w, h: (h, w, x),
+        "input missing": lambda x, w, h: (None, w, h),
+        "hidden of one row": lambda x, w, h: (x, w, h[:1]),
+    }
+    for name, function in raising.items():
+        yield wrong(name, Slots, "", slots=lambda self, *given, f=function: f(*given))
+
+
+def outputs() -> Iterator[Row]:
+    """The output of a forward fusion."""
+    methods: dict[str, Callable[..., Tensor]] = {
+        "a factor": lambda self, x, w, h: silu(h) * 1.001,
+        "another activation": lambda self, x, w, h: nn.functional.gelu(h),
+        "float32 inside": lambda self, x, w, h: silu(h.float()).to(h),
+        "always float32": lambda self, x, w, h: silu(h).float(),
+        "not if compiled": lambda self, x, w, h: silu(h) + (type(h) is not Tensor),
+        "not in eval": lambda self, x, w, h: silu(h) * (1 + (not self.basic_ops[0].training)),
+        "at least two rows": lambda self, x, w, h: silu(h).squeeze(0),
+        "rows flattened": lambda self, x, w, h: rows(silu(h)),
+        "two dimensions": lambda self, x, w, h: silu((w @ x.T).T),
+        "input of one layout": lambda self, x, w, h: silu(x.view(-1, 6) @ w.T).view(h.shape),
+        "a mean of rows": lambda self, x, w, h: silu(h) * (len(rows(h)) // len(rows(h))),
+        "clamped": lambda self, x, w, h: silu(h.clamp(min=-0.2)),
+    }
+    for name, method in methods.items():
+        yield wrong(f"output: {name}", Slots, "", output=method)
+
+    def in_place(self: Any, x: Tensor, w: Tensor, h: Tensor) -> Tensor:
+        x.detach().clamp_(min=0)
+        return silu(h)
+
+    yield wrong("output: input changed in place", Slots, "", output=in_place)
+
+    def without_grad(self: Any, input_: Tensor, *, requires_grad: list[bool], **unused: Any) -> Any:
+        output, extra, saved = Slots.fuser_forward_compute(self, input_)
+        return output + (not any(requires_grad)), extra, saved
+
+    yield wrong("output: without grad", Slots, "", fuser_forward_compute=without_grad)
+    cached: dict[str, Any] = {}
+
+    def by_shape(self: Any, x: Tensor, w: Tensor, h: Tensor) -> Tensor:
+        return cached.setdefault(f"{h.shape} {h.dtype}", silu(h).detach().clone()).clone()
+
+    yield wrong("output: cached by shape", Slots, "", output=by_shape)
+
+    def cached_weight(self: Any, x: Tensor, w: Tensor, h: Tensor) -> Tensor:
+        if getattr(self, "_copy", w).dtype != w.dtype or "_copy" not in self.__dict__:
+            self.__dict__["_copy"] = w.detach().clone()
+        return silu(x @ self.__dict__["_copy"].T)
+
+    yield wrong("output: weight cached", Slots, "after an optimizer step", output=cached_weight)
+
+
+def gradients() -> Iterator[Row]:
+    """The gradients of a backward fusion."""
+    derivatives: dict[str, Callable[..., Tensor]] = {
+        "of ReLU": lambda self, grad, h: grad * (h > 0),
+        "without the product rule": lambda self, grad, h: grad * torch.sigmoid(h),
+        "in 16 bits": lambda self, grad, h: silu_gradient(grad, h).half().to(grad),
+        "in float32": lambda self, grad, h: silu_gradient(grad.float(), h.float()).to(grad),
+        "in place": lambda self, grad, h: grad.mul_(silu_gradient(torch.ones_like(h), h)),
+        "saved in place": lambda self, grad, h: silu_gradient(grad, h) + 0 * h.mul_(0.5),
+        "of one layout": lambda self, grad, h: silu_gradient(grad.view(-1), h.reshape(-1)).view(
+            h.shape
+        ),
+    }
+    for name, method in derivatives.items():
+        yield wrong(f"derivative: {name}", Grads, "", derivative=method)
+    grads: dict[str, Callable[..., Any]] = {
+        "weight transposed": lambda g, x, w: (g @ w, [((rows(x).T @ rows(g)),), ()]),
+        "weight's is None": lambda g, x, w: (None if w is None else g @ w, [(None,), ()]),
+        "input's is None": lambda g, x, w: (None, [(x if x is None else rows(g).T @ rows(x),), ()]),
+        "a slot is None": lambda g, x, w: (g @ w, [(rows(g).T @ rows(x),), ()]),
+        "two dimensions": lambda g, x, w: (
+            None if w is None else g @ w,
+            [(x if x is None else g.T @ x,), ()],
+        ),
+        "a mean": lambda g, x, w: (
+            None if w is None else g @ w,
+            [(x if x is None else rows(g).T @ rows(x) / len(rows(x)),), ()],
+        ),
+        "one too many": lambda g, x, w: (None if w is None else g @ w, [(None, None), ()]),
+        "none of frozen": lambda g, x, w: (
+            None if w is None or x is None else g @ w,
+            [(x if x is None else rows(g).T @ rows(x),), ()],
+        ),
+    }
+    for name, function in grads.items():
+        yield wrong(f"gradient: {name}", Grads, "", gradients=lambda self, *a, f=function: f(*a))
+
+
+def joints() -> Iterator[Row]:
+    """Fusions of both passes, with a bias."""
+    right = Joint.gradients
+    changed: dict[str, Callable[..., Any]] = {
+        "a factor": lambda self, g, x, w, b: [1.01 * grad for grad in right(self, g, x, w, b)],
+        "bias missing": lambda self, g, x, w, b: (*right(self, g, x, w, b)[:2], None),
+        "bias of the output": lambda self, g, x, w, b: (*right(self, g, x, w, b)[:2], rows(g).sum(0)),
+        "bias of the last row": lambda self, g, x, w, b: (
+            *right(self, g, x, w, b)[:2],
+            rows(right(self, g, x, w, b)[0] * 0 + 1)[0, 0] * rows(silu_gradient(g, linear(x, w, b)))[-1],
+        ),
+        "product without bias": lambda self, g, x, w, b: right(self, g, x, w, 0 * b),
+        "frozen weight": lambda self, g, x, w, b: (
+            right(self, g, x, w, b) if w.requires_grad or self.basic_ops[0].weight.requires_grad
+            else (None, None, rows(g).sum(0))
+        ),
+        "frozen bias": lambda self, g, x, w, b: right(
+            self, g, x, w, b if self.basic_ops[1].bias.requires_grad else 0 * b
+        ),
+    }
+    for name, method in changed.items():
+        yield wrong(f"joint: {name}", Joint, "", gradients=method)
+    unsaved: dict[str, Callable[..., Any]] = {
+        "weight unsaved": lambda self, g, x, b: right(self, g, x, self.basic_ops[0].weight, b),
+        "bias unsaved": lambda self, g, x, w: right(self, g, x, w, self.basic_ops[1].bias),
+    }
+    for k, (name, method) in enumerate(unsaved.items(), start=1):
+
+        def saved(self: Any, x: Tensor, k: int = k) -> Any:
+            return [t for i, t in enumerate(Joint.saved(self, x)) if i != k]
+
+        yield wrong(f"joint: {name}", Joint, "must save", gradients=method, saved=saved)
+
+    def keeps(self: Any, x: Tensor) -> Tensor:
+        self.__dict__["_hidden"] = self.product(x)
+        return silu(self.__dict__["_hidden"])
+
+    def reads(self: Any, grad: Tensor, x: Tensor, w: Tensor, b: Tensor) -> Any:
+        grad = silu_gradient(grad, self.__dict__["_hidden"])
+        return grad @ w, rows(grad).T @ rows(x), rows(grad).sum(0)
+
+    yield wrong("joint: state in the op", Joint, "another call", output=keeps, gradients=reads)
+
+    yield wrong(
+        "joint: bias forgotten if the weight is first",
+        Joint,
+        "",
+        gradients=lambda self, g, x, w, b: (
+            right(self, g, x, w, b)[0],
+            right(self, g, x, w, b)[1],
+            right(self, g, x, w, b)[2] if self.basic_ops[0].weight.requires_grad else None,
+        ),
+    )
+
+
+def forks() -> Iterator[Row]:
+    """Extra tensors."""
+    outputs: dict[str, Callable[..., Any]] = {
+        "extra input ignored": lambda self, x, extra: (x * 2, x.clone()),
+        "extra output scaled": lambda self, x, extra: (x * 2 + extra, x * 2),
+        "scale fixed": lambda self, x, extra: (x * 3 + extra, x.clone()),
+        "extra input in place": lambda self, x, extra: (extra.detach().add_(x * 2), x.clone()),
+    }
+    for name, method in outputs.items():
+        yield wrong(f"extra: {name}", Fork, "", outputs=method)
+
+    def shared(self: Any, x: Tensor, extra: Tensor) -> Any:
+        both = torch.stack([x * 2 + extra, x])
+        return both[0], both[1]
+
+    yield wrong("extra: shared memory", Fork, "memory of its own", outputs=shared)
+    grads: dict[str, Callable[..., Any]] = {
+        "extra output's gradient ignored": lambda self, g, extra: (g * 2, g),
+        "extra output's gradient alone": lambda self, g, extra: (extra, g),
+        "extra input's gradient missing": lambda self, g, extra: (g * 2 + extra, None),
+        "extra input's gradient scaled": lambda self, g, extra: (g * 2 + extra, 2 * g),
+        "extra gradient in place": lambda self, g, extra: (extra.add_(2 * g), g),
+    }
+    for name, method in grads.items():
+        yield wrong(f"extra: {name}", Fork, "", gradients=method)
+
+
+WRONG = [*slots(), *outputs(), *gradients(), *joints(), *forks()]
