@@ -199,6 +199,8 @@ PYBIND11_MODULE(_C, module) {
   bind_threads(module);
   bind_listeners(module);
   bind_delayed_scales(module);
+  module.def("has_user_fusions", &has_user_fusions,
+             "Whether a user's fusion is registered, which may read the training flag of any op.");
   module.def("add_user_fusion",
              [](const std::string& name, const std::string& pass, const std::string& origin,
                 bool prepend, const std::vector<std::pair<std::vector<std::string>, bool>>& rows) {

@@ -274,14 +274,18 @@ def joints() -> Iterator[Row]:
     changed: dict[str, Callable[..., Any]] = {
         "a factor": lambda self, g, x, w, b: [1.01 * grad for grad in right(self, g, x, w, b)],
         "bias missing": lambda self, g, x, w, b: (*right(self, g, x, w, b)[:2], None),
-        "bias of the output": lambda self, g, x, w, b: (*right(self, g, x, w, b)[:2], rows(g).sum(0)),
-        "bias of the last row": lambda self, g, x, w, b: (
+        "bias of the output": lambda self, g, x, w, b: (
             *right(self, g, x, w, b)[:2],
-            rows(right(self, g, x, w, b)[0] * 0 + 1)[0, 0] * rows(silu_gradient(g, linear(x, w, b)))[-1],
+            rows(g).sum(0),
+        ),
+        "bias of one row": lambda self, g, x, w, b: (
+            *right(self, g, x, w, b)[:2],
+            silu_gradient(rows(g)[-1:], linear(rows(x)[-1:], w, b)).sum(0),
         ),
         "product without bias": lambda self, g, x, w, b: right(self, g, x, w, 0 * b),
         "frozen weight": lambda self, g, x, w, b: (
-            right(self, g, x, w, b) if w.requires_grad or self.basic_ops[0].weight.requires_grad
+            right(self, g, x, w, b)
+            if w.requires_grad or self.basic_ops[0].weight.requires_grad
             else (None, None, rows(g).sum(0))
         ),
         "frozen bias": lambda self, g, x, w, b: right(
@@ -299,7 +303,7 @@ def joints() -> Iterator[Row]:
         def saved(self: Any, x: Tensor, k: int = k) -> Any:
             return [t for i, t in enumerate(Joint.saved(self, x)) if i != k]
 
-        yield wrong(f"joint: {name}", Joint, "must save", gradients=method, saved=saved)
+        yield wrong(f"joint: {name}", Joint, "must be saved", gradients=method, saved=saved)
 
     def keeps(self: Any, x: Tensor) -> Tensor:
         self.__dict__["_hidden"] = self.product(x)

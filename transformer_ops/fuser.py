@@ -456,7 +456,7 @@ def _format_of(parameter: object) -> str | None:
 
 
 def _asks_training(op: BasicOperation) -> bool:
-    return bool(op._declaration()["asks_training"])
+    return _C.has_user_fusions() or bool(op._declaration()["asks_training"])
 
 
 def _check_ops(ops: Iterable[FusibleOperation]) -> list[FusibleOperation]:

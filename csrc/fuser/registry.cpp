@@ -17,6 +17,7 @@ namespace {
 struct Registry {
   ForkSafeMutex mutex;
   std::atomic<int64_t> version = 0;
+  std::atomic<int> user_fusions = 0;
   std::atomic<void (*)()> listener = nullptr;
   int64_t next_id = 1;
   int64_t first_order = 0;
@@ -133,6 +134,7 @@ int64_t add_user_fusion(std::string name, Pass pass, std::string origin, bool pr
                    .origin = origin,
                    .order = order,
                    .pattern = std::move(pattern)});
+    ++all.user_fusions;
   }
   touch_registry();
   return id;
@@ -142,7 +144,10 @@ bool remove_fusion(int64_t id) {
   Registry& all = registry();
   {
     const std::lock_guard lock(all.mutex);
-    if (std::erase_if(all.fusions, [&](auto& row) { return row.id == id; }) == 0) return false;
+    const auto row = std::ranges::find(all.fusions, id, &Fusion::id);
+    if (row == all.fusions.end()) return false;
+    if (row->rule == nullptr) --all.user_fusions;
+    all.fusions.erase(row);
   }
   touch_registry();
   return true;
@@ -159,6 +164,8 @@ bool suspend_fusion(int64_t id, int by) {
   touch_registry();
   return true;
 }
+
+bool has_user_fusions() { return registry().user_fusions > 0; }
 
 int64_t registry_version() { return registry().version; }
 

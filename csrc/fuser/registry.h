@@ -42,6 +42,9 @@ bool remove_fusion(int64_t id);
 // Adds `by` to the fusion's `suspended`; returns false if it was removed.
 bool suspend_fusion(int64_t id, int by);
 
+// Is a user's fusion registered? It may read the training flag of any op.
+bool has_user_fusions();
+
 // Increases with every change. A plan made under another version is stale.
 int64_t registry_version();
 // Makes all plans stale, because something they depend on has changed.

@@ -173,7 +173,7 @@ class Rewriter {
       if (!refused_ && furthest_ > begin_) {
         note(furthest_, reason_, fitting_);
       } else if (!refused_ && candidate_.by_user && is_taken(begin_)) {
-        note_taken_start();
+        if (!note_taken_run()) note_taken_start();
       }
       return false;
     }
@@ -282,8 +282,38 @@ class Rewriter {
       if (!op.native && group.count == 1 && !candidate_.by_user) {
         return place + " is a Python op";
       }
-      if (!rewriter_.is_one_of(group.first, kinds)) return place + " is " + op.kind + needs();
+      if (!rewriter_.is_one_of(group.first, kinds)) {
+        const bool is_idle = candidate_.by_user && may_pass(at);
+        const char* const but = ", which does nothing now but has no entry in the pattern,";
+        return place + " is " + op.kind + (is_idle ? but : "") + needs();
+      }
       return place + " is taken by " + group.name;
+    }
+
+    // Records that the fusion would match the very ops that another user's fusion took. Returns
+    // false if it would not.
+    bool note_taken_run() {
+      const StepGroup& group = groups_[begin_];
+      if (group.rule || !fits_kinds(0, group.first, group.first + group.count)) return false;
+      std::vector<int> ops;
+      for (int k = 0; k < group.count; ++k) ops.push_back(group.first + k);
+      rewriter_.misses_.push_back({{.fusion = candidate_.name,
+                                    .pass = candidate_.pass,
+                                    .ops = std::move(ops),
+                                    .reason = "the ops are taken by " + group.name,
+                                    .matched = group.count},
+                                   group.count,
+                                   candidate_.by_user});
+      return true;
+    }
+
+    // Do the kinds of these ops match the pattern from `entry` on?
+    bool fits_kinds(size_t entry, int op, int end) const {
+      if (entry == candidate_.pattern.size()) return op == end;
+      const PatternOp& wanted = candidate_.pattern[entry];
+      const bool fits = op < end && rewriter_.is_one_of(op, wanted.kinds);
+      return (fits && fits_kinds(entry + 1, op + 1, end)) ||
+             (wanted.optional && fits_kinds(entry + 1, op, end));
     }
 
     // Records that the fusion would match if another fusion had not taken its first op.

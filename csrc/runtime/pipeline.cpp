@@ -53,6 +53,7 @@ Pipeline::Pipeline(std::vector<OpNode> ops, Policies policies, PlanHost* host)
   check_sources(ops_);
   extra_inputs_ = extra_inputs_from_caller(ops_);
   for (size_t i = 0; i < ops_.size(); ++i) {
+    every_op_.push_back(static_cast<int>(i));
     parameters_ += ops_[i].parameters.size();
     note_optional(ops_[i]);
     if (ops_[i].native && declaration(ops_[i].kind).asks_training()) {
@@ -108,9 +109,13 @@ PlanKey Pipeline::key(bool grad_enabled, c10::DeviceType device,
   return key;
 }
 
+const std::vector<int>& Pipeline::ask_training() const {
+  return has_user_fusions() ? every_op_ : ask_training_;
+}
+
 void Pipeline::add_training(const std::vector<bool>& training, PlanKey& key) const {
   key.training.assign(ops_.size(), false);
-  for (const int op : ask_training_) key.training[op] = training[op];
+  for (const int op : ask_training()) key.training[op] = training[op];
 }
 
 bool Pipeline::is_current(const CachedPlan& plan) const {

@@ -61,7 +61,7 @@ class Pipeline {
   const std::vector<bool>& optional_inputs() const { return optional_inputs_; }
   size_t parameters() const { return parameters_; }  // of all ops
   // The ops whose plan depends on their training flag.
-  const std::vector<int>& ask_training() const { return ask_training_; }
+  const std::vector<int>& ask_training() const;
 
   // tensors: the main input, the caller's extra inputs, and the parameters of each op, undefined if
   // an optional one is None; training: for each op. Gradient mode, device and autocast are those of
@@ -122,6 +122,7 @@ class Pipeline {
   size_t extra_inputs_ = 0;
   size_t parameters_ = 0;
   std::vector<int> ask_training_;
+  std::vector<int> every_op_;
   std::vector<bool> optional_inputs_;  // for each extra input from the caller
   bool has_optional_ = false;
 

@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from torch.utils._python_dispatch import TorchDispatchMode
+
 from ..handles import handles
 from ..op.base import BasicOperation, FusibleOperation
 from ..op.checks import DTYPES
@@ -92,6 +94,10 @@ class PlanningSession:
         # why.
         containers = dict.fromkeys(name.name for name in self.names if name.is_part)
         hints = "".join(f"; it is given the basic ops of a {name}" for name in containers)
+        parts = {type(op).__name__: op._kind for op in self.basic_ops if op.owner is not op}
+        hints += "".join(
+            f"; a {part} is a {kind} by isinstance, not by type()" for part, kind in parts.items()
+        )
         reason = f"it changed nothing of {_names(self.basic_ops)}{hints}"
         return [
             (handle.name, handle.pass_name, ops, reason, 0, False)
@@ -125,7 +131,8 @@ class PlanningSession:
         ops = self.basic_ops[first : first + count]
         for op in ops:
             op._watch()
-        reason = _call(handle, "guard", ops, handle.guard)
+        with _NoNumbers():
+            reason = _call(handle, "guard", ops, handle.guard)
         if reason is not None and not isinstance(reason, str):
             raise RuntimeError(
                 f"[{handle.name}] a guard must return None or the reason why not, got {reason!r} "
@@ -224,6 +231,14 @@ class PlanningSession:
         return answer
 
 
+class _NoNumbers(TorchDispatchMode):
+    """In this scope tensors have shapes and dtypes, and computations with them raise TypeError: a
+    plan is not made again when numbers change."""
+
+    def __torch_dispatch__(self, func: Any, *unused: Any) -> Any:
+        raise TypeError(f"it must not compute with tensors, as plans outlive numbers, got {func}")
+
+
 def _call(
     handle: registry.FusionHandle,
     what: str,
@@ -235,8 +250,11 @@ def _call(
     try:
         return function(list(ops), **keywords)
     except Exception as error:
+        # te.ops gives pairs.
+        is_pair = isinstance(error, TypeError) and "cannot unpack non-iterable" in str(error)
+        hint = "; it is given a list of ops, without their indices" if is_pair else ""
         raise RuntimeError(
-            f"[{handle.name}] a {what} must not raise, got {type(error).__name__}: {error} "
+            f"[{handle.name}] a {what} must not raise, got {type(error).__name__}: {error}{hint} "
             f"(ops: {_names(ops)})"
         ) from error
 

@@ -136,6 +136,12 @@ class BasicOperation(ChannelMixin, FusibleOperation):
         return ", ".join(f"{name}={v}" for name, v in found if v is not None and v is not False)
 
     @property
+    def owner(self) -> nn.Module:
+        """The module that the user made: the `Linear` of its product and of its bias, otherwise the
+        op itself. Attributes that the user sets on a `Linear` are there."""
+        return self._parameter_owner
+
+    @property
     def _parameter_owner(self) -> nn.Module:
         """The module that owns the parameters; it is looked up at every call."""
         return self

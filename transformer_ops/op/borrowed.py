@@ -148,15 +148,6 @@ class Borrowed(View):
                 is_called=self._is_called,
             )
 
-    @property
-    def training(self) -> bool:
-        """The flag of the owner. Setting it here changes nothing."""
-        return self._parameter_owner.training
-
-    @training.setter
-    def training(self, value: bool) -> None:
-        pass
-
     def forward(self, input: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Any:
         """Same as `FusibleOperation.forward`, but the owner itself is called if it has hooks or a
         `forward` of its own."""

@@ -45,6 +45,15 @@ class FusedOperation(FusibleOperation):
         return True
 
     @property
+    def training(self) -> bool:
+        """The flag of the first of its ops. Setting it here changes nothing."""
+        return self._basic_ops[0].training
+
+    @training.setter
+    def training(self, value: bool) -> None:
+        pass
+
+    @property
     def basic_ops(self) -> list[BasicOperation]:
         return list(self._basic_ops)
 

@@ -300,8 +300,9 @@ class FusibleOperation(nn.Module, ObservedMixin):
 
     def _is_seen_at_the_call(self, name: str, value: Any) -> bool:
         """Whether the next call sees the new value without being told."""
-        if isinstance(value, Tensor) and self._parameters.get(name) is not None:
-            return True
+        known = self._parameters.get(name)
+        if isinstance(value, Tensor) and known is not None:
+            return not self._is_watched or value.shape == known.shape
         if name[0] == "_":
             return name != "__class__" and name not in KEPT_DICTS
         return name == "training"

@@ -91,9 +91,12 @@ class ObservedMixin:
         self.__dict__["_is_watched"] = True
 
     def _own_values(self) -> dict[str, Any]:
-        """The attributes that are neither part of `nn.Module` nor tensors."""
-        own = self.__dict__.items()
-        return {k: v for k, v in own if k[0] != "_" and k != "training" and not is_tensor(v)}
+        """The attributes that are neither part of `nn.Module` nor tensors, and what a guard may
+        read of the parameters."""
+        own = self.__dict__
+        values = {k: v for k, v in own.items() if k[0] != "_" and k != "training"}
+        shapes = {k: getattr(p, "shape", None) for k, p in own["_parameters"].items()}
+        return {k: v for k, v in values.items() if not is_tensor(v)} | shapes
 
     @contextmanager
     def _noting_changes(self) -> Iterator[None]:

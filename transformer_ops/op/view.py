@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from .base import BasicOperation
+from .observers import ObservedMixin
 
 
 class View(BasicOperation):
@@ -22,6 +23,25 @@ class View(BasicOperation):
     def _parameter_owner(self) -> nn.Module:
         owner: nn.Module = self.__dict__["_owner"]
         return owner
+
+    @property
+    def training(self) -> bool:
+        """The flag of the owner. Setting it here changes nothing."""
+        return self._parameter_owner.training
+
+    @training.setter
+    def training(self, value: bool) -> None:
+        pass
+
+    def _watch(self) -> None:
+        super()._watch()
+        # The owner is told of its attributes.
+        self._parameter_owner.__dict__["_is_watched"] = True
+
+    def _own_values(self) -> dict[str, Any]:
+        owner: Any = self._parameter_owner
+        has_values = isinstance(owner, ObservedMixin)
+        return super()._own_values() | (owner._own_values() if has_values else {})
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True

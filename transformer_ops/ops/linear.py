@@ -28,8 +28,8 @@ _REFERENCE_KEYS = {"basic_ops.0.weight": "weight", "basic_ops.1.bias": "bias"}
 _REFERENCE_STATES = ("basic_ops.0._extra_state", "basic_ops.1._extra_state")
 
 
-class _WeightView(View, BasicLinear):
-    """The product of a Linear."""
+class LinearProduct(View, BasicLinear):
+    """The product of a `Linear`, which is its `owner`."""
 
     @property
     def weight(self) -> nn.Parameter:  # type: ignore[override]
@@ -52,8 +52,8 @@ class _WeightView(View, BasicLinear):
         return self._parameter_owner._rng_state_tracker_function  # type: ignore[return-value]
 
 
-class _BiasView(View, Bias):
-    """The bias of a Linear."""
+class LinearBias(View, Bias):
+    """The bias of a `Linear`, which is its `owner`."""
 
     @property
     def bias(self) -> nn.Parameter:  # type: ignore[override]
@@ -69,8 +69,8 @@ class _Views(NamedTuple):
 
     key: tuple[str | None, bool]
     before: list[BasicOperation]
-    product: _WeightView
-    bias: _BiasView
+    product: LinearProduct
+    bias: LinearBias
     after: list[BasicOperation]
 
 
@@ -136,7 +136,7 @@ class Linear(FusibleOperation, SplitProductMixin):
     def _make_views(self) -> _Views:
         key = (self.tensor_parallel_mode, self.sequence_parallel)
         before, after = collectives_around(self)
-        views = _Views(key, before, _WeightView(self), _BiasView(self), after)
+        views = _Views(key, before, LinearProduct(self), LinearBias(self), after)
         self.__dict__["_views"] = views
         return views
 

@@ -63,7 +63,8 @@ class FusionCheck:
         rows = [way for way in plain if way not in subsets]
         if subsets:
             rows.insert(1, f"{len(subsets)} subsets of inputs and parameters without a gradient")
-        read, unread = ([s for s, r in self.slots_read.items() if r is is_] for is_ in (True, False))
+        read = [slot for slot, is_read in self.slots_read.items() if is_read]
+        unread = [slot for slot in self.slots_read if slot not in read]
         missed = [way for way in self.not_fused if _is_listed(way)]
         refused = [f"{way} ({why})" for way, why in self.not_tried.items() if _is_listed(way)]
         lines = {
@@ -159,6 +160,7 @@ def check_fusion(
     compiled = [way._replace(compiled=True) for way in compiled_ways(parameters)]
     check.run(whole, "", compiled)
     return report
+
 
 class _Checked(NamedTuple):
     """The fusion to check: the name of its steps, their pass, and how to recognize them."""
@@ -308,8 +310,9 @@ class _Check(NamedTuple):
             if not way.changed:
                 raise
             raise AssertionError(
-                f"[{self.checked.name}] backward must save {way.changed} with save_for_backward if "
-                f"it reads it, as autograd then finds changes in place, got wrong gradients: {error}"
+                f"[{self.checked.name}] a parameter that backward reads must be saved with "
+                f"save_for_backward, so that autograd finds changes in place, got {way.changed} "
+                f"unsaved: {error}"
             ) from error
         self._note(pair, where, way, plans)
         return actual
@@ -372,6 +375,4 @@ def _check_fires(checked: _Checked, plans: Sequence[Plan]) -> None:
         near = (miss for plan in plans for miss in plan.near_misses)
         misses = (miss for miss in near if miss.fusion == checked.name)
         why = "".join(f"; at {list(miss.ops)}: {miss.reason}" for miss in misses)
-        raise AssertionError(
-            f"[{checked.name}] must fire in {direction}, got the steps {got}{why}"
-        )
+        raise AssertionError(f"[{checked.name}] must fire in {direction}, got the steps {got}{why}")

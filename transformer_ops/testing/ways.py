@@ -340,9 +340,7 @@ def _prepared(inputs: Sequence[Tensor], way: Way) -> list[Tensor]:
             made = _with_other_values(made)
         layout = _LAYOUTS.get(way.layout)
         made = layout(made) if layout is not None else made
-        found.append(
-            made.requires_grad_(made.is_floating_point() and way.grad and way.input_grad)
-        )
+        found.append(made.requires_grad_(made.is_floating_point() and way.grad and way.input_grad))
     return found
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from torch import nn
@@ -144,6 +144,7 @@ def describe(
             for step, kept in zip(steps, slots, strict=True)
         )
 
+    made = {(handle.pass_name, handle.name) for handle in made_by.values()}
     kept = [_slots(plan, step, saved, owner) for step in plan.forward]
     nothing: list[tuple[Slot, ...]] = [() for _ in plan.backward]
     notes = [f"op {i}: {op._plan_note()}" for i, op in enumerate(basic_ops) if op._plan_note()]
@@ -154,7 +155,7 @@ def describe(
         forward=rows(plan.forward, "forward", kept),
         backward=rows(plan.backward, "backward", nothing),
         links=tuple(_links(plan, basic_ops)),
-        near_misses=_relevant(plan, origins),
+        near_misses=_relevant(plan, origins, made),
         saved=saved,
         note="; ".join(filter(None, [note, _formats(plan), _quantized_weights(plan), *notes])),
     )
@@ -254,24 +255,28 @@ def _use(word: str) -> str:
     return _USES[word]
 
 
-def _relevant(plan: Plan, origins: Mapping[tuple[str, str], str]) -> tuple[NearMiss, ...]:
-    """Each near miss once, if a reader can act on it; none of the backward pass if there is
-    none."""
+def _relevant(
+    plan: Plan, origins: Mapping[tuple[str, str], str], made: Set[tuple[str, str]]
+) -> tuple[NearMiss, ...]:
+    """Each near miss once, if a reader can act on it; none of the backward pass if there is none.
+    `made`: the (pass, name) of the fusions that made a step."""
     rows = {(miss.pass_name, miss.fusion, miss.ops, miss.reason): miss for miss in plan.near_misses}
-    return tuple(
-        miss
-        for miss in rows.values()
-        if (plan.needs_backward or miss.pass_name == "forward")
-        and _may_matter(miss, origins.get((miss.pass_name, miss.fusion), ""))
-    )
+    found = [miss for miss in rows.values() if plan.needs_backward or miss.pass_name == "forward"]
+    nearest: dict[tuple[str, str], int] = {}
+    for miss in found:
+        fusion = (miss.pass_name, miss.fusion)
+        nearest[fusion] = max(miss.matched, nearest.get(fusion, 0))
 
+    def may_matter(miss: NearMiss) -> bool:
+        fusion = (miss.pass_name, miss.fusion)
+        is_own = origins.get(fusion, "") != "built-in"
+        # What prevented a user's own fusion is always shown, and the nearest it came to a match.
+        if is_own and (not miss.structural or fusion not in made):
+            return not miss.structural or miss.matched == nearest[fusion]
+        # One op, and often two, fit a pattern by chance.
+        return miss.matched > (2 if miss.structural else 1)
 
-def _may_matter(miss: NearMiss, origin: str) -> bool:
-    # One op, and often two, fit a pattern by chance. What prevented a user's own fusion is always
-    # shown.
-    if miss.structural:
-        return miss.matched > 2
-    return miss.matched > 1 or origin != "built-in"
+    return tuple(filter(may_matter, found))
 
 
 def _row(
