@@ -1,5 +1,6 @@
 """Checks for authors of fusions, and of rules for `fuse`."""
 
-from .fusion import FusionCheck, check_fusion
+from .comparison import FusionCheck
+from .fusion import check_fusion
 
 __all__ = ["FusionCheck", "check_fusion"]

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import math
-import textwrap
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -17,73 +15,18 @@ from ..fusion import registry
 from ..op.base import FusibleOperation
 from ..op.fused import FusedOperation
 from ..plan.plan import Plan, Step
-from .ways import WITHOUT, Numbers, Subject, Way, compare, compiled_ways, eager_ways, unfused_scope
+from ..sequential import Sequential
+from .comparison import ALONE, Comparison, FusionCheck, check_tolerances
+from .subject import Subject
+from .ways import Way, compiled_ways, eager_ways
 
-__all__ = ["FusionCheck", "check_fusion"]
+__all__ = ["check_fusion"]
 
 _REGISTER = {
     "forward": registry.register_forward_fusion,
     "backward": registry.register_backward_fusion,
     "forward_backward": registry.register_forward_backward_fusion,
 }
-# An error of autograd: a tensor that was saved for backward is another one by now.
-_CHANGED = "modified by an inplace operation"
-
-
-ALONE = "alone: "
-
-
-def _is_listed(way: str) -> bool:
-    return "recompute=" not in way
-
-
-class FusionCheck:
-    """What `check_fusion` tried; `print` shows it.
-
-    Attributes:
-        name: the fusion.
-        lists: the ops that ran: the whole list, and the ops that the fusion replaces, alone.
-        tried: the ways in which they ran, and the numbers equal those of the unfused ops.
-        not_fused: those of them in which the fusion did not fire.
-        not_tried: the ways that the unfused ops refuse, with the error.
-        slots_read: for each slot of the replaced ops, whether a backward read it.
-    """
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.lists: list[str] = []
-        self.tried: list[str] = []
-        self.not_fused: list[str] = []
-        self.not_tried: dict[str, str] = {}
-        self.slots_read: dict[str, bool] = {}
-
-    def __str__(self) -> str:
-        plain = dict.fromkeys(way.removeprefix(ALONE) for way in self.tried if _is_listed(way))
-        subsets = [way for way in plain if way.startswith(WITHOUT)]
-        rows = [way for way in plain if way not in subsets]
-        if subsets:
-            rows.insert(1, f"{len(subsets)} subsets of inputs and parameters without a gradient")
-        read = [slot for slot, is_read in self.slots_read.items() if is_read]
-        unread = [slot for slot in self.slots_read if slot not in read]
-        missed = [way for way in self.not_fused if _is_listed(way)]
-        refused = [f"{way} ({why})" for way, why in self.not_tried.items() if _is_listed(way)]
-        lines = {
-            "ops": self.lists,
-            "tried": rows,
-            "and each with": ['recompute="none"', 'recompute="products"'],
-            "not fused": missed,
-            "the unfused ops refuse": refused,
-            "slots that backward reads": read,
-            "slots that it never reads": unread,
-        }
-        text = [f"{self.name}: {len(self.tried)} ways equal the unfused ops"]
-        for head, found in lines.items():
-            if found:
-                line = f"{head}: {'; '.join(found)}"
-                text += textwrap.wrap(line, 100, initial_indent="  ", subsequent_indent="    ")
-        return "\n".join(text)
-
-    __repr__ = __str__
 
 
 def check_fusion(
@@ -135,30 +78,29 @@ def check_fusion(
     """
     _check_arguments(func, make_ops, inputs, kind, rtol, atol)
     ops = _check_ops(make_ops())
-    report = FusionCheck("")
     checked = _checked(func, kind, pattern, guard)
-    report.name = checked.name
-    check = _Check(checked, inputs, report, rtol, atol)
-    whole = _Pair.of(ops)
-    report.lists.append(", ".join(whole.fused.kinds()))
-    numbers = check.run(whole, "", [Way()])
+    report = FusionCheck(checked.name)
+    check = _Fusions(checked, report, inputs, rtol, atol)
+    fused, unfused = OpList(ops), OpList(copy.deepcopy(ops))
+    report.lists.append(", ".join(fused.kinds()))
+    numbers = check.run(fused, unfused, "", [Way()])
     outputs = len(numbers[0].shared)
-    runs = _runs(checked, whole.fused.plans(Way()))
+    runs = _runs(checked, fused.plans(Way()))
     dtype = next((t.dtype for t in inputs if t.is_floating_point()), torch.float32)
-    parameters = whole.fused.parameters
-    check.run(whole, "", list(eager_ways(parameters, dtype, outputs, alone=False))[1:])
+    parameters = fused.parameters
+    check.run(fused, unfused, "", list(eager_ways(parameters, dtype, outputs, alone=False))[1:])
     for run in runs:
-        alone = _alone(ops, run, inputs)
-        if alone is None:
-            report.lists.append("the ops that it replaces do not run alone: others feed them")
+        given = _alone(ops, run, inputs)
+        if given is None:
+            report.lists.append("those that it replaces do not run alone, as others feed them")
             continue
-        pair, given = alone
-        parameters = pair.fused.parameters
-        report.lists.append(f"{', '.join(pair.fused.kinds())} alone")
+        alone, alone_unfused = OpList(ops, run), OpList(copy.deepcopy(ops), run)
+        report.lists.append(f"{', '.join(alone.kinds())} alone")
+        parameters = alone.parameters
         ways = list(eager_ways(parameters, dtype, outputs, alone=True))
-        check._replace(inputs=given).run(pair, ALONE, ways)
+        _Fusions(checked, report, given, rtol, atol).run(alone, alone_unfused, ALONE, ways)
     compiled = [way._replace(compiled=True) for way in compiled_ways(parameters)]
-    check.run(whole, "", compiled)
+    check.run(fused, unfused, "", compiled)
     return report
 
 
@@ -227,13 +169,7 @@ def _check_arguments(
             raise TypeError(f"[check_fusion] inputs must be tensors, got {tensor!r}")
     if not isinstance(kind, str) or kind not in _REGISTER:
         raise ValueError(f"[check_fusion] kind must be one of {', '.join(_REGISTER)}, got {kind!r}")
-    for name, value in (("rtol", rtol), ("atol", atol)):
-        if value is None:
-            continue
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise TypeError(f"[check_fusion] {name} must be a number or None, got {value!r}")
-        if not (math.isfinite(value) and value >= 0):
-            raise ValueError(f"[check_fusion] {name} must be finite and >= 0, got {value!r}")
+    check_tolerances("check_fusion", rtol, atol)
 
 
 def _check_ops(ops: object) -> list[FusibleOperation]:
@@ -247,106 +183,118 @@ def _check_ops(ops: object) -> list[FusibleOperation]:
     return list(ops)
 
 
-class _Pair(NamedTuple):
-    """The same ops for both sides; `first` is the number of the first basic op in the list."""
+class _Fusions(Comparison):
+    """Runs ops with and without a fusion."""
 
-    fused: Subject
-    unfused: Subject
+    def __init__(self, checked: _Checked, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.checked = checked
 
-    @classmethod
-    def of(cls, ops: Sequence[FusibleOperation], run: slice | None = None) -> _Pair:
-        return cls(Subject(ops, run), Subject(copy.deepcopy(ops), run))
+    def unfused_scope(self) -> AbstractContextManager[Any]:
+        return unfused_scope(registry.fusions())
 
+    def fused_scope(self) -> AbstractContextManager[Any]:
+        return self.checked.registered()
 
-class _Check(NamedTuple):
-    """One call of `check_fusion`."""
+    def check_fires(self, fused: OpList) -> None:
+        _check_fires(self.checked, fused.plans(Way()))
 
-    checked: _Checked
-    inputs: Sequence[Tensor]
-    report: FusionCheck
-    rtol: float | None
-    atol: float | None
-
-    def run(self, pair: _Pair, where: str, ways: Sequence[Way]) -> list[Numbers]:
-        """Compares both sides in each way; returns the numbers of the fused one."""
-        expected: dict[Way, Numbers | Exception] = {}
-        with unfused_scope(registry.fusions()):
-            for way in {way.reference(): way for way in ways}:
-                expected[way] = _run(pair.unfused, self.inputs, way)
-        with self.checked.registered():
-            return [
-                numbers
-                for way in ways
-                if (numbers := self._compared(pair, where, way, expected[way.reference()]))
-            ]
-
-    def _compared(
-        self, pair: _Pair, where: str, way: Way, expected: Numbers | Exception
-    ) -> Numbers | None:
-        is_first = way == Way() and not where
-        if isinstance(expected, Exception):
-            if is_first:
-                raise expected
-            self.report.not_tried[where + way.name] = str(expected).partition("\n")[0]
-            return None
-        name = f"[{self.checked.name}] {where}{way.name}:"
-        try:
-            actual = pair.fused.run(self.inputs, way)
-        except Exception as error:
-            if way.changed and _CHANGED in str(error):
-                self.report.tried.append(where + way.name)
-                return None
-            if is_first:
-                raise
-            raise AssertionError(
-                f"{name} the fused ops must not raise, got {type(error).__name__}: {error}"
-            ) from error
-        plans = [] if way.compiled else pair.fused.plans(way)
-        if is_first:
-            _check_fires(self.checked, plans)
-        try:
-            compare(name, way, actual, expected, self.rtol, self.atol)
-        except AssertionError as error:
-            if not way.changed:
-                raise
-            raise AssertionError(
-                f"[{self.checked.name}] a parameter that backward reads must be saved with "
-                f"save_for_backward, so that autograd finds changes in place, got {way.changed} "
-                f"unsaved: {error}"
-            ) from error
-        self._note(pair, where, way, plans)
-        return actual
-
-    def _note(self, pair: _Pair, where: str, way: Way, plans: Sequence[Plan]) -> None:
-        report = self.report
-        report.tried.append(where + way.name)
-        found = [steps for plan in plans for steps in self.checked.runs_in(plan).values()]
-        if found and not any(found):
-            report.not_fused.append(where + way.name)
+    def is_fused(self, fused: OpList, where: str, way: Way) -> bool:
+        if way.compiled:
+            return True
+        plans = fused.plans(way)
         if where and self.checked.kind == "forward" and way.grad:
-            read = pair.fused.slots_read(way)
+            read, known = fused.slots_read(way), self.report.slots_read
             for op, slots in enumerate(plans[0].slots):
                 for slot in slots:
                     name = f"{op} {plans[0].ops[op][0]}.{slot}"
-                    report.slots_read[name] = report.slots_read.get(name) or (op, slot) in read
+                    known[name] = known.get(name, False) or (op, slot) in read
+        found = [steps for plan in plans for steps in self.checked.runs_in(plan).values()]
+        return not found or any(found)
 
 
-def _run(subject: Subject, inputs: Sequence[Tensor], way: Way) -> Numbers | Exception:
-    try:
-        return subject.run(inputs, way)
-    except Exception as error:
-        return error
+class OpList(Subject):
+    """A list of ops, or a run of their basic ops."""
+
+    def __init__(self, ops: Sequence[FusibleOperation], run: slice | None = None) -> None:
+        self._ops = ops
+        self._run = run
+        self._copies: dict[tuple[torch.dtype | None, bool], list[FusibleOperation]] = {}
+        self._groups: dict[tuple[Any, ...], Any] = {}
+
+    def kinds(self) -> list[str]:
+        """The classes of its basic ops."""
+        found = [basic for op in self._ops for basic in op.basic_ops]
+        return [str(op._kind or type(op).__name__) for op in found[self._run or slice(None)]]
+
+    def _callable(self, way: Way) -> Any:
+        # A Sequential, or the OperationFuser of a run.
+        ops = self._copy(way)
+        key = (way.dtype, way.training, way.recompute)
+        if key not in self._groups:
+            basic = [basic for op in ops for basic in op.basic_ops]
+            self._groups[key] = (
+                Sequential(*ops, recompute=way.recompute)
+                if self._run is None
+                else OperationFuser(basic[self._run], recompute=way.recompute)
+            )
+        return self._groups[key]
+
+    def plans(self, way: Way) -> list[Any]:
+        """The plans of its last call in this way."""
+        group = self._callable(way)
+        return list(group.plans()) if self._run is None else [group.plan()]
+
+    def slots_read(self, way: Way) -> set[tuple[int, str]]:
+        """The (op, slot) pairs that the backward of its last call in this way reads."""
+        group = self._callable(way)
+        members = group._groups() if self._run is None else [group]
+        return {pair for one in members for pair in one._group.last.program.slots_read}
+
+    def _is_traceable(self, way: Way) -> bool:
+        group = self._callable(way)
+        members = group._groups() if self._run is None else [group]
+        return all(one._is_traceable() for one in members)
+
+    def _copy(self, way: Way) -> list[FusibleOperation]:
+        key = (way.dtype, way.training)
+        if key not in self._copies:
+            made: list[FusibleOperation] = copy.deepcopy(list(self._ops))
+            for op in made:
+                op.to(way.dtype) if way.dtype is not None else op
+                op.train(op.training and way.training)
+            self._copies[key] = made
+        return self._copies[key]
+
+    def _parameters(self, way: Way) -> dict[str, Tensor]:
+        ops = self._copy(way)
+        basic = [basic for op in ops for basic in op.basic_ops][self._run or slice(None)]
+        used = {id(parameter) for op in basic for parameter in op.parameters()}
+        return {
+            f"{i}.{name}": parameter
+            for i, op in enumerate(ops)
+            for name, parameter in op.named_parameters()
+            if parameter.requires_grad and id(parameter) in used
+        }
+
+
+def unfused_scope(handles: Sequence[Any]) -> ExitStack:
+    """A scope without these fusions."""
+    stack = ExitStack()
+    for handle in handles:
+        stack.enter_context(handle.disabled())
+    return stack
 
 
 def _alone(
     ops: Sequence[FusibleOperation], run: slice, inputs: Sequence[Tensor]
-) -> tuple[_Pair, Sequence[Tensor]] | None:
-    """The ops of a run and what they get in the list; None if their channels leave the run."""
+) -> Sequence[Tensor] | None:
+    """What the ops of a run get in the list; None if their channels leave the run."""
     basic = [basic for op in ops for basic in op.basic_ops]
     try:
         count = OperationFuser(basic[run]).num_extra_inputs
         if run.start == 0:
-            return _Pair.of(ops, run), inputs[: 1 + count]
+            return inputs[: 1 + count]
         before = OperationFuser(basic[: run.start])
     except ValueError:
         return None
@@ -354,7 +302,7 @@ def _alone(
     with torch.no_grad(), torch.random.fork_rng():
         found = before(*inputs[:first])
     main = found[0] if isinstance(found, tuple) else found
-    return _Pair.of(ops, run), [main, *inputs[first : first + count]]
+    return [main, *inputs[first : first + count]]
 
 
 def _runs(checked: _Checked, plans: Sequence[Plan]) -> list[slice]:

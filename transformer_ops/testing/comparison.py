@@ -1,0 +1,232 @@
+"""Compares fused ops with unfused ones in many ways, and reports what was tried."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .subject import Numbers, Subject
+from .ways import WITHOUT, Way
+
+# An error of autograd: a tensor that was saved for backward is another one by now.
+_CHANGED = "modified by an inplace operation"
+
+
+# What begins the names of ways in which only the replaced ops run.
+ALONE = "alone: "
+
+
+def _is_listed(way: str) -> bool:
+    return "recompute=" not in way
+
+
+class FusionCheck:
+    """What a check tried; `print` shows it.
+
+    Attributes:
+        name: the fusion, or the rule.
+        lists: the ops that ran: the whole list, and the ops that the fusion replaces, alone.
+        tried: the ways in which they ran, and the numbers equal those of the unfused ops.
+        not_fused: those of them in which nothing was fused.
+        not_tried: the ways that the unfused ops refuse, with the error.
+        slots_read: for each slot of the replaced ops, whether a backward read it.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.lists: list[str] = []
+        self.tried: list[str] = []
+        self.not_fused: list[str] = []
+        self.not_tried: dict[str, str] = {}
+        self.slots_read: dict[str, bool] = {}
+
+    def __str__(self) -> str:
+        plain = dict.fromkeys(way.removeprefix(ALONE) for way in self.tried if _is_listed(way))
+        subsets = [way for way in plain if way.startswith(WITHOUT)]
+        rows = [way for way in plain if way not in subsets]
+        if subsets:
+            rows.insert(1, f"{len(subsets)} subsets of inputs and parameters without a gradient")
+        read = [slot for slot, is_read in self.slots_read.items() if is_read]
+        unread = [slot for slot in self.slots_read if slot not in read]
+        missed = [way for way in self.not_fused if _is_listed(way)]
+        refused = [f"{way} ({why})" for way, why in self.not_tried.items() if _is_listed(way)]
+        lines = {
+            "ops": self.lists,
+            "tried": rows,
+            "and each with": ['recompute="none"', 'recompute="products"'],
+            "not fused": missed,
+            "the unfused ops refuse": refused,
+            "slots that backward reads": read,
+            "slots that it never reads": unread,
+        }
+        text = [f"{self.name}: {len(self.tried)} ways equal the unfused ops"]
+        for head, found in lines.items():
+            if found:
+                line = f"{head}: {'; '.join(found)}"
+                text += textwrap.wrap(line, 100, initial_indent="  ", subsequent_indent="    ")
+        return "\n".join(text)
+
+    __repr__ = __str__
+
+
+class Comparison(ABC):
+    """One check of fused ops."""
+
+    def __init__(
+        self,
+        report: FusionCheck,
+        inputs: Sequence[Tensor],
+        rtol: float | None,
+        atol: float | None,
+    ) -> None:
+        self.report, self.inputs, self.rtol, self.atol = report, inputs, rtol, atol
+
+    @abstractmethod
+    def unfused_scope(self) -> AbstractContextManager[Any]:
+        """The scope in which the unfused side runs."""
+
+    @abstractmethod
+    def fused_scope(self) -> AbstractContextManager[Any]:
+        """The scope in which the fused side runs."""
+
+    @abstractmethod
+    def check_fires(self, fused: Any) -> None:
+        """Raises AssertionError unless the first call was fused."""
+
+    @abstractmethod
+    def is_fused(self, fused: Any, where: str, way: Way) -> bool:
+        """Whether the last call was fused, as far as it can be."""
+
+    def run(
+        self, fused: Subject, unfused: Subject, where: str, ways: Sequence[Way]
+    ) -> list[Numbers]:
+        """Compares both sides in each way; returns the numbers of the fused one."""
+        expected: dict[Way, Numbers | Exception] = {}
+        with self.unfused_scope():
+            for way in {way.reference(): way for way in ways}:
+                expected[way] = _run(unfused, self.inputs, way)
+        with self.fused_scope():
+            found = [self._compared(fused, where, w, expected[w.reference()]) for w in ways]
+        return [numbers for numbers in found if numbers is not None]
+
+    def _compared(
+        self, fused: Subject, where: str, way: Way, expected: Numbers | Exception
+    ) -> Numbers | None:
+        is_first = way == Way() and not where
+        report, name = self.report, f"[{self.report.name}] {where}{way.name}:"
+        if isinstance(expected, Exception):
+            if is_first:
+                raise expected
+            report.not_tried[where + way.name] = str(expected).partition("\n")[0]
+            return None
+        try:
+            actual = fused.run(self.inputs, way)
+        except Exception as error:
+            if way.changed and _CHANGED in str(error):
+                report.tried.append(where + way.name)
+                return None
+            if is_first:
+                raise
+            raise AssertionError(
+                f"{name} the fused ops must not raise, got {type(error).__name__}: {error}"
+            ) from error
+        if is_first:
+            self.check_fires(fused)
+        try:
+            compare(name, way, actual, expected, self.rtol, self.atol)
+        except AssertionError as error:
+            if not way.changed:
+                raise
+            raise AssertionError(
+                f"[{report.name}] a parameter that backward reads must be saved with "
+                f"save_for_backward, so that autograd finds changes in place, got {way.changed} "
+                f"unsaved: {error}"
+            ) from error
+        report.tried.append(where + way.name)
+        if not self.is_fused(fused, where, way):
+            report.not_fused.append(where + way.name)
+        return actual
+
+
+def _run(subject: Subject, inputs: Sequence[Tensor], way: Way) -> Numbers | Exception:
+    try:
+        return subject.run(inputs, way)
+    except Exception as error:
+        return error
+
+
+# (rtol, atol relative to the largest value): sums are in another order, and 16-bit numbers are
+# rounded a different number of times.
+_TOLERANCES = {
+    torch.float64: (1e-8, 1e-10),
+    torch.float32: (1e-4, 1e-5),
+    torch.float16: (1e-2, 1e-2),
+    torch.bfloat16: (5e-2, 5e-2),
+}
+
+
+def compare(
+    where: str,
+    way: Way,
+    actual: Numbers,
+    expected: Numbers,
+    rtol: float | None = None,
+    atol: float | None = None,
+) -> None:
+    """Raises AssertionError unless the fused ops gave what the unfused ones did."""
+    missing = set(expected.tensors) ^ set(actual.tensors)
+    if missing:
+        raise AssertionError(f"{where} outputs must be the same, got {sorted(missing)} on one side")
+    if actual.differentiable != expected.differentiable:
+        raise AssertionError(
+            f"{where} the outputs that require a gradient must be "
+            f"{sorted(expected.differentiable)}, got {sorted(actual.differentiable)}"
+        )
+    for name, wanted in expected.tensors.items():
+        found = actual.tensors[name]
+        if found is None and wanted is None:
+            continue
+        if found is None or wanted is None:
+            other = wanted if found is None else found
+            assert other is not None
+            found, wanted = (torch.zeros_like(other) if t is None else t for t in (found, wanted))
+        dtype = torch.bfloat16 if way.autocast else wanted.dtype
+        relative, part = _TOLERANCES.get(dtype, (0.0, 0.0))
+        scale = wanted.detach().abs().nan_to_num(0, 0, 0).max().item() if wanted.numel() else 0.0
+        label = f"{where} {name} differs from the unfused ops. "
+        torch.testing.assert_close(
+            found,
+            wanted,
+            rtol=relative if rtol is None else rtol,
+            atol=part * scale if atol is None else atol,
+            equal_nan=True,
+            msg=label.__add__,
+        )
+    if actual.changed:
+        names = ", ".join(actual.changed)
+        raise AssertionError(f"{where} {names} must not change, got changes in place")
+    for name, shared in actual.shared.items() if not way.compiled else ():
+        extra = sorted(shared - expected.shared[name])
+        if extra:
+            raise AssertionError(
+                f"{where} {name} must have memory of its own, as that of the unfused ops, got that "
+                f"of {', '.join(extra)}"
+            )
+
+
+def check_tolerances(check: str, rtol: object, atol: object) -> None:
+    """Raises TypeError or ValueError unless each is a number >= 0, or None."""
+    for name, value in (("rtol", rtol), ("atol", atol)):
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise TypeError(f"[{check}] {name} must be a number or None, got {value!r}")
+        if not (math.isfinite(value) and value >= 0):
+            raise ValueError(f"[{check}] {name} must be finite and >= 0, got {value!r}")
