@@ -196,7 +196,7 @@ def outputs() -> Iterator[Row]:
         "not in eval": lambda self, x, w, h: silu(h) * (1 + (not self.basic_ops[0].training)),
         "at least two rows": lambda self, x, w, h: silu(h).squeeze(0),
         "rows flattened": lambda self, x, w, h: rows(silu(h)),
-        "two dimensions": lambda self, x, w, h: silu((w @ x.T).T),
+        "two dimensions": lambda self, x, w, h: silu((w @ x.transpose(0, -1)).transpose(0, -1)),
         "input of one layout": lambda self, x, w, h: silu(x.view(-1, 6) @ w.T).view(h.shape),
         "a mean of rows": lambda self, x, w, h: silu(h) * (len(rows(h)) // len(rows(h))),
         "clamped": lambda self, x, w, h: silu(h.clamp(min=-0.2)),

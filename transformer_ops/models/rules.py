@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -79,7 +80,7 @@ def register_fuse_rule(
 
     Raises:
         ValueError: a rule of that name is there, or `statements` are no statements that read an `H`
-            and assign a variable in the end.
+            and assign a variable in the end. A call in which `when` raises is a RuntimeError.
     """
     texts = [statements] if isinstance(statements, str) else statements
     try:
@@ -92,12 +93,29 @@ def register_fuse_rule(
                 "[fuse] statements must read an H and compute one value, which the last one "
                 f"assigns or returns, got {pattern.text!r}"
             )
-    rule = FuseRule(name, patterns, make, method, when)
+    condition = None if when is None else _named(name, when)
+    rule = FuseRule(name, patterns, make, method, condition)
     with _lock:
         if name in _rules:
             raise ValueError(f"[fuse] name must be new, got '{name}', which is registered")
         _rules[name] = rule
     return rule
+
+
+def _named(name: str, when: Condition) -> Condition:
+    """The condition with the name of its rule in errors."""
+
+    @functools.wraps(when)
+    def condition(module: Any, tensor: Tensor) -> bool:
+        try:
+            return when(module, tensor)
+        except Exception as error:
+            raise RuntimeError(
+                f"[fuse] when of the rule {name} must not raise, got {type(error).__name__}: "
+                f"{error}"
+            ) from error
+
+    return condition
 
 
 def rules_named(names: Iterable[str | FuseRule] | None) -> tuple[FuseRule, ...]:
