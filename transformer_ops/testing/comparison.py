@@ -27,6 +27,15 @@ def _is_listed(way: str) -> bool:
     return "recompute=" not in way
 
 
+def _listed(ways: Sequence[str]) -> list[str]:
+    """Each way once, and the subsets without a gradient as their number."""
+    plain = dict.fromkeys(way.removeprefix(ALONE) for way in filter(_is_listed, ways))
+    subsets = [way for way in plain if way.startswith(WITHOUT)]
+    count = f"{len(subsets)} subsets of inputs and parameters without a gradient"
+    rows = [way for way in plain if way not in subsets]
+    return [*rows[:1], count, *rows[1:]] if subsets else rows
+
+
 class FusionCheck:
     """What a check tried; `print` shows it.
 
@@ -48,20 +57,14 @@ class FusionCheck:
         self.slots_read: dict[str, bool] = {}
 
     def __str__(self) -> str:
-        plain = dict.fromkeys(way.removeprefix(ALONE) for way in self.tried if _is_listed(way))
-        subsets = [way for way in plain if way.startswith(WITHOUT)]
-        rows = [way for way in plain if way not in subsets]
-        if subsets:
-            rows.insert(1, f"{len(subsets)} subsets of inputs and parameters without a gradient")
         read = [slot for slot, is_read in self.slots_read.items() if is_read]
         unread = [slot for slot in self.slots_read if slot not in read]
-        missed = [way for way in self.not_fused if _is_listed(way)]
         refused = [f"{way} ({why})" for way, why in self.not_tried.items() if _is_listed(way)]
         lines = {
             "ops": self.lists,
-            "tried": rows,
+            "tried": _listed(self.tried),
             "and each with": ['recompute="none"', 'recompute="products"'],
-            "not fused": missed,
+            "not fused": _listed(self.not_fused),
             "the unfused ops refuse": refused,
             "slots that backward reads": read,
             "slots that it never reads": unread,

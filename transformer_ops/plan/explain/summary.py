@@ -144,7 +144,12 @@ def describe(
             for step, kept in zip(steps, slots, strict=True)
         )
 
-    made = {(handle.pass_name, handle.name) for handle in made_by.values()}
+    steps = (("forward", plan.forward), ("backward", plan.backward))
+    made = {(handle.pass_name, handle.name) for handle in made_by.values()} | {
+        ("forward_backward" if step.joint else pass_name, step.name)
+        for pass_name, found in steps
+        for step in found
+    }
     kept = [_slots(plan, step, saved, owner) for step in plan.forward]
     nothing: list[tuple[Slot, ...]] = [() for _ in plan.backward]
     notes = [f"op {i}: {op._plan_note()}" for i, op in enumerate(basic_ops) if op._plan_note()]
