@@ -54,7 +54,7 @@ class RecomputedLinearSiLU(tops.FusedOperation):
         hidden = x @ weight.T
         s = torch.sigmoid(hidden)
         grad = grad_output * s * (1 + hidden * (1 - s))
-        grad_weight = grad.flatten(0, -2).T @ x.flatten(0, -2)
+        grad_weight = torch.einsum("...o,...i->oi", grad, x)
         return grad @ weight, [(grad_weight,), ()], [(), ()]
 
 

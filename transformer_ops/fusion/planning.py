@@ -95,9 +95,9 @@ class PlanningSession:
         containers = dict.fromkeys(name.name for name in self.names if name.is_part)
         hints = "".join(f"; it is given the basic ops of a {name}" for name in containers)
         parts = {type(op).__name__: op._kind for op in self.basic_ops if op.owner is not op}
-        hints += "".join(
-            f"; a {part} is a {kind} by isinstance, not by type()" for part, kind in parts.items()
-        )
+        if parts:
+            names, kinds = " and ".join(parts), " and ".join(map(str, parts.values()))
+            hints += f"; compare with isinstance, as {names} are subclasses of {kinds}"
         reason = f"it changed nothing of {_names(self.basic_ops)}{hints}"
         return [
             (handle.name, handle.pass_name, ops, reason, 0, False)
