@@ -269,8 +269,7 @@ def test_a_function_that_changed_nothing(pass_name: str) -> None:
         explanation = called(module)
     expected = (
         "it changed nothing of [BasicLinear, Bias, GELU]; it is given the basic ops of a Linear; "
-        "compare with isinstance, as LinearProduct and LinearBias are subclasses of BasicLinear "
-        "and Bias"
+        "compare with isinstance, as these have subclasses: LinearProduct, LinearBias"
     )
     assert reasons(explanation, "fuse_linears") == [expected]
     (miss,) = (miss for miss in module.plans()[0].near_misses if miss.fusion == "fuse_linears")

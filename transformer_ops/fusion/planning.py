@@ -94,10 +94,9 @@ class PlanningSession:
         # why.
         containers = dict.fromkeys(name.name for name in self.names if name.is_part)
         hints = "".join(f"; it is given the basic ops of a {name}" for name in containers)
-        parts = {type(op).__name__: op._kind for op in self.basic_ops if op.owner is not op}
+        parts = dict.fromkeys(type(op).__name__ for op in self.basic_ops if op.owner is not op)
         if parts:
-            names, kinds = " and ".join(parts), " and ".join(map(str, parts.values()))
-            hints += f"; compare with isinstance, as {names} are subclasses of {kinds}"
+            hints += f"; compare with isinstance, as these have subclasses: {', '.join(parts)}"
         reason = f"it changed nothing of {_names(self.basic_ops)}{hints}"
         return [
             (handle.name, handle.pass_name, ops, reason, 0, False)
