@@ -94,7 +94,9 @@ class Region:
         names: Names,
         source: Source,
         conditions: Sequence[Condition] = (),
+        extra_inputs: int = 0,
     ) -> None:
+        self._extra_inputs = extra_inputs  # variables that the statements read besides the input
         self.rule, self.names, self._conditions = rule, names, conditions
         self._source = source
         # Regions within this one, which nobody asks while this one runs.
@@ -294,7 +296,12 @@ class Region:
             # To read such a parameter computes it.
             raise FuseSkip(f"{name_of(one)} has parametrizations")
         ops = self._ops(module)
-        widths_of(ops)
+        widths = widths_of(ops)
+        if widths is not None and len(widths.others) != self._extra_inputs:
+            raise FuseSkip(
+                f"the rule {self.rule.name} gave ops with {len(widths.others)} extra inputs for "
+                f"statements with {self._extra_inputs}"
+            )
         self._check(self.parts(module))
         for basic in _borrowed(ops):
             if module in basic._owners():

@@ -33,7 +33,8 @@ class Site(NamedTuple):
 
     def region(self) -> Region:
         """Ops in its place, for one module."""
-        return Region(self.rule, self.found.names, self.source, self.found.window.conditions)
+        found, extra = self.found, len(self.pattern.inputs) - 1
+        return Region(self.rule, found.names, self.source, found.window.conditions, extra)
 
     @property
     def arguments(self) -> Arguments | None:
