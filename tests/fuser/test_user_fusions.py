@@ -1,6 +1,7 @@
 """Users' fused ops in Python, in every pass and style, against the same ops unfused."""
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -106,6 +107,34 @@ def test_single_methods_break_the_graph_and_are_right(kind, fused, x):
         compiled = torch.compile(lambda t: module(t * 2) + 1, backend="aot_eager")
         torch.testing.assert_close(compiled(x / 2), want[0] + 1)
         assert_same(gradients(torch.compile(module, backend="aot_eager"), x), want)
+
+
+def test_a_graph_with_a_break_serves_equal_modules():
+    """The modules that it was made for are gone."""
+
+    def call(module, t):
+        return module(t)
+
+    torch._dynamo.reset()
+    compiled, x = torch.compile(call, backend="aot_eager"), torch.randn(3, 6)
+    with tops.register_forward_backward_fusion(fuse(JointSingle)):
+        for frozen in (False, True, False):
+            module = tops.Sequential(*make_ops()[1:3])
+            module[0].weight.requires_grad_(not frozen)
+            for t in (x, x.clone().requires_grad_()):
+                torch.testing.assert_close(compiled(module, t), module(t))
+            del module
+            gc.collect()
+
+
+@pytest.mark.parametrize("recompute", ["cheap", "none", "products"])
+def test_a_backward_fusion_whose_weight_is_frozen(recompute):
+    """Forward then saves no input of the product, from which it could be computed again."""
+    module = tops.Sequential(*make_ops()[1:3], recompute=recompute)
+    module[0].weight.requires_grad_(False)
+    want = gradients(module, torch.ones(3, 6))
+    with tops.register_backward_fusion(fuse(Backward)):
+        assert_same(gradients(module, torch.ones(3, 6)), want)
 
 
 def test_dynamic_batch(x):

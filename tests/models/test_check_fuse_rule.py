@@ -143,9 +143,31 @@ def test_a_condition() -> None:
         rule.remove()
 
 
-def test_no_statement_matches() -> None:
-    with pytest.raises(AssertionError, match="a part of Block, got statements that it does not"):
-        check(right, statements=STATEMENTS.replace("relu", "tanh"))
+@pytest.mark.parametrize(
+    ("statements", "found", "wanted"),
+    [
+        (STATEMENTS.replace("relu", "tanh"), "torch.relu", "torch.tanh"),
+        (STATEMENTS.replace("H + ", "2 * H + "), "x", "2 * H"),
+        (STATEMENTS.replace("any_norm", "ln"), "self.norm", "self.ln"),
+        (STATEMENTS.replace("any_up(", "any_up(0, "), "self.up(self.norm(x))", "self.any_up(0, "),
+    ],
+)
+def test_the_nearest_statements(statements: str, found: str, wanted: str) -> None:
+    message = (
+        r"^\[mine\] the rule must fuse a part of Block, got lines \d+-\d+ of Block.forward, which "
+        rf"have '{re.escape(found)}' where the rule has '{re.escape(wanted)}"
+    )
+    with pytest.raises(AssertionError, match=message):
+        check(right, statements=statements)
+
+
+def test_no_statements() -> None:
+    rule = tops.register_fuse_rule("mine", STATEMENTS, right)
+    try:
+        with pytest.raises(AssertionError, match="a part of Linear, got no statements of its kind"):
+            check_fuse_rule(rule, nn.Linear(16, 16), X)
+    finally:
+        rule.remove()
 
 
 @pytest.mark.parametrize(

@@ -101,6 +101,12 @@ class Pattern:
         self._value = value_of(statements) if statements else None
 
     @property
+    def expression(self) -> ast.expr:
+        """What the statements compute."""
+        assert self._value is not None
+        return self._value.expression
+
+    @property
     def is_expression(self) -> bool:
         """Whether the statements compute one value from local variables."""
         value = self._value
@@ -127,8 +133,7 @@ class Pattern:
                 yield Found(names, window)
 
     def _match(self, value: Value, scope: Scope) -> Names | None:
-        assert self._value is not None
-        return _names_of(self._value.expression, value.expression, scope)
+        return _names_of(self.expression, value.expression, scope)
 
 
 def _remembered(match: Callable[[Any, Any], Names | None]) -> Callable[[Any, Any], Names | None]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ..models.fuse import fuse
+from ..models.nearest import nearest_statements
 from ..models.report import FuseReport
 from ..models.rules import FuseRule, rules_named
 from .comparison import Comparison, FusionCheck, check_tolerances
@@ -88,9 +89,10 @@ class _Model(Subject):
         report = self.report(Way())
         if not report.fused:
             why = "; ".join(f"{row.path or row.kind}: {row.reason}" for row in report.skipped)
+            nearest = nearest_statements(rule, self._model) or "no statements of its kind"
             raise AssertionError(
                 f"[{rule.name}] the rule must fuse a part of {type(self._model).__name__}, got "
-                f"{why or 'statements that it does not match'}"
+                f"{why or nearest}"
             )
         return ", ".join(f"{row.path or 'the model'} ({row.kind})" for row in report.fused)
 
