@@ -32,6 +32,12 @@ class Block(nn.Module):
         return x + y
 
 
+class WithoutSelf(Block):
+    def forward(this, x: Tensor) -> Tensor:
+        y = this.up(this.norm(x))
+        return x + this.down(torch.relu(y))
+
+
 def parts(module: Any, names: dict[str, str]) -> list[Any]:
     return [tops.view(getattr(module, names[name])) for name in ("norm", "up", "down")]
 
@@ -159,6 +165,14 @@ def test_the_nearest_statements(statements: str, found: str, wanted: str) -> Non
     )
     with pytest.raises(AssertionError, match=message):
         check(right, statements=statements)
+
+
+def test_self_may_have_another_name() -> None:
+    rule = tops.register_fuse_rule("mine", STATEMENTS, right)
+    try:
+        assert len(check_fuse_rule(rule, WithoutSelf(), X).tried) > 100
+    finally:
+        rule.remove()
 
 
 def test_no_statements() -> None:

@@ -75,7 +75,22 @@ def tree_of(function: Callable[..., Any]) -> ast.FunctionDef | None:
         return None
     code = function.__code__
     is_current = found.name == code.co_name and _is_same_code(compiled(found, code), code)
-    return found if is_current and not code.co_flags & _GENERATES else None
+    return _with_self(found, function) if is_current and not code.co_flags & _GENERATES else None
+
+
+def _with_self(tree: ast.FunctionDef, function: Callable[..., Any]) -> ast.FunctionDef:
+    """The definition of a method, whose first parameter may have another name, with `self`."""
+    owner = function.__qualname__.rpartition(".")[0]
+    is_method = bool(owner) and not owner.endswith("<locals>")
+    own = [argument.arg for argument in (*tree.args.posonlyargs, *tree.args.args)][:1]
+    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    if is_method and own and not names & {"self", "super", "locals"}:
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Name) and node.id == own[0]:
+                node.id = "self"
+            elif isinstance(node, ast.arg) and node.arg == own[0]:
+                node.arg = "self"
+    return tree
 
 
 def compiled(tree: ast.FunctionDef, original: types.CodeType) -> types.CodeType:
