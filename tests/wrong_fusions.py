@@ -354,4 +354,35 @@ def forks() -> Iterator[Row]:
         yield wrong(f"extra: {name}", Fork, "", gradients=method)
 
 
-WRONG = [*slots(), *outputs(), *gradients(), *joints(), *forks()]
+def unsaved() -> Iterator[Row]:
+    """Tensors that backward reads behind the back of autograd, and numbers that are fixed."""
+
+    def without_versions(self: Any, x: Tensor) -> Any:
+        return x.data, self.basic_ops[0].weight, self.basic_ops[1].bias
+
+    yield wrong("unsaved: the input's data", Joint, "must be saved", saved=without_versions)
+
+    def own_output(self: Any, x: Tensor) -> Tensor:
+        self.__dict__["_output"] = silu(self.product(x))
+        return self.__dict__["_output"]
+
+    def reads_output(self: Any, grad: Tensor, x: Tensor, w: Tensor, b: Tensor) -> Any:
+        hidden = linear(x, w, b)
+        output = self.__dict__["_output"].reshape(hidden.shape)
+        grad = silu_gradient(grad, hidden) + (output - silu(hidden))
+        return grad @ w, rows(grad).T @ rows(x), rows(grad).sum(0)
+
+    yield wrong("unsaved: the output", Joint, "", output=own_output, gradients=reads_output)
+
+    def fixed(self: Any, x: Tensor, extra: Tensor) -> Any:
+        return x * 2 + extra, x.clone()
+
+    yield wrong("extra: a fixed scale", Fork, "attributes of other values", outputs=fixed)
+
+    def assumes(self: Any, grad: Tensor, grad_extra: Tensor) -> Any:
+        return grad * 2 + grad_extra, grad
+
+    yield wrong("extra: a fixed scale in backward", Fork, "attributes of", gradients=assumes)
+
+
+WRONG = [*unsaved(), *slots(), *outputs(), *gradients(), *joints(), *forks()]

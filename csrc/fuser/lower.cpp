@@ -67,10 +67,8 @@ class Lowering {
   void list_values() {
     for (int i = 0; i < size(); ++i) {
       const OpNode& op = ops_[i];
-      // The key also has flags that only a user's fusion reads.
-      const bool training = key_.training[i] && op.native && declaration(op.kind).asks_training();
       plan_.ops.push_back(
-          {op.kind, op.attributes, op.native, training, op.extra_inputs, op.extra_outputs});
+          {op.kind, op.attributes, op.native, key_.training[i], op.extra_inputs, op.extra_outputs});
       for (int k = 0; k < std::ssize(op.extra_inputs); ++k) {
         const Value input{Kind::ExtraInput, i, op.extra_inputs[k]};
         if (op.sources[k]) {

@@ -151,7 +151,7 @@ class Comparison(ABC):
             if not way.changed:
                 raise
             raise AssertionError(
-                f"[{report.name}] a parameter that backward reads must be saved with "
+                f"[{report.name}] a tensor that backward reads must be saved with "
                 f"save_for_backward, so that autograd finds changes in place, got {way.changed} "
                 f"unsaved: {error}"
             ) from error
@@ -190,7 +190,8 @@ def compare(
     missing = set(expected.tensors) ^ set(actual.tensors)
     if missing:
         raise AssertionError(f"{where} outputs must be the same, got {sorted(missing)} on one side")
-    if actual.differentiable != expected.differentiable:
+    # One step for several ops may give more outputs a history than the ops do.
+    if not expected.differentiable <= actual.differentiable:
         raise AssertionError(
             f"{where} the outputs that require a gradient must be "
             f"{sorted(expected.differentiable)}, got {sorted(actual.differentiable)}"

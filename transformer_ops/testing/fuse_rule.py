@@ -16,7 +16,7 @@ from ..models.nearest import nearest_statements
 from ..models.report import FuseReport
 from ..models.rules import FuseRule, rules_named
 from .comparison import Comparison, FusionCheck, check_tolerances
-from .subject import Subject
+from .subject import Subject, change_attributes
 from .ways import Way, compiled_ways, eager_ways
 
 __all__ = ["check_fuse_rule"]
@@ -64,7 +64,7 @@ def check_fuse_rule(
     (numbers,) = check.run(fused, unfused, "", [Way()])
     parameters = fused.parameters
     dtype = next((t.dtype for t in inputs if t.is_floating_point()), torch.float32)
-    ways = eager_ways(parameters, dtype, len(numbers.shared), alone=False)
+    ways = eager_ways(parameters, dtype, len(inputs), len(numbers.shared), alone=False)
     check.run(fused, unfused, "", list(ways)[1:])
     compiled = [way._replace(compiled=True) for way in compiled_ways(parameters)]
     check.run(fused, unfused, "", compiled)
@@ -97,13 +97,15 @@ class _Model(Subject):
         return ", ".join(f"{row.path or 'the model'} ({row.kind})" for row in report.fused)
 
     def _copy(self, way: Way) -> tuple[nn.Module, FuseReport | None]:
-        key = (way.dtype, way.training, way.recompute)
+        key = (way.dtype, way.training, way.recompute, way.values == "attributes")
         if key not in self._copies:
             made = copy.deepcopy(self._model)
             for module in made.modules():
                 module.training = module.training and way.training
             if way.dtype is not None:
                 made.to(way.dtype)
+            for module in made.modules() if way.values == "attributes" else ():
+                change_attributes(module, ("eps", "p"))
             rules = [] if self._rule is None else [self._rule]
             report = fuse(made, rules=rules, recompute=way.recompute) if rules else None
             self._copies[key] = made, report

@@ -17,7 +17,7 @@ from ..op.fused import FusedOperation
 from ..plan.plan import Plan, Step
 from ..sequential import Sequential
 from .comparison import ALONE, Comparison, FusionCheck, check_tolerances
-from .subject import Subject
+from .subject import Subject, change_attributes
 from .ways import Way, compiled_ways, eager_ways
 
 __all__ = ["check_fusion"]
@@ -50,13 +50,14 @@ def check_fusion(
       and with inputs that need no gradient;
     - with one and three dimensions, one row and no rows, inputs and gradients that are not
       contiguous, and expanded gradients;
-    - in other dtypes, under autocast to bfloat16, in eval mode, and without grad;
+    - in other dtypes, under autocast to bfloat16, in eval mode, and without grad; with other
+      values of inputs, parameters and attributes;
     - with a second backward, another call before backward, and a gradient of one output alone;
     - under `torch.compile`, with `fullgraph=True` unless a Python forward has the single style.
 
-    A parameter that backward reads and that changed in place before must either be saved, which is
-    an error of autograd, or have no effect. Nothing that a call is given may change in place. A way
-    that the unfused ops refuse is not tried.
+    A parameter, input or output that changed in place before backward must either be saved, which
+    is an error of autograd, or have no effect. Nothing that a call is given may change in place. A
+    way that the unfused ops refuse is not tried.
 
     Args:
         func, pattern, guard: as for `register_forward_fusion`. A handle has its own pattern, guard
@@ -88,7 +89,8 @@ def check_fusion(
     runs = _runs(checked, fused.plans(Way()))
     dtype = next((t.dtype for t in inputs if t.is_floating_point()), torch.float32)
     parameters = fused.parameters
-    check.run(fused, unfused, "", list(eager_ways(parameters, dtype, outputs, alone=False))[1:])
+    ways = eager_ways(parameters, dtype, len(inputs), outputs, alone=False)
+    check.run(fused, unfused, "", list(ways)[1:])
     for run in runs:
         given = _alone(ops, run, inputs)
         if given is None:
@@ -97,8 +99,9 @@ def check_fusion(
         alone, alone_unfused = OpList(ops, run), OpList(copy.deepcopy(ops), run)
         report.lists.append(f"{', '.join(alone.kinds())} alone")
         parameters = alone.parameters
-        ways = list(eager_ways(parameters, dtype, outputs, alone=True))
-        _Fusions(checked, report, given, rtol, atol).run(alone, alone_unfused, ALONE, ways)
+        ways = eager_ways(parameters, dtype, len(given), outputs, alone=True)
+        of_run = _Fusions(checked, report, given, rtol, atol)
+        of_run.run(alone, alone_unfused, ALONE, list(ways))
     compiled = [way._replace(compiled=True) for way in compiled_ways(parameters)]
     check.run(fused, unfused, "", compiled)
     return report
@@ -219,7 +222,7 @@ class OpList(Subject):
     def __init__(self, ops: Sequence[FusibleOperation], run: slice | None = None) -> None:
         self._ops = ops
         self._run = run
-        self._copies: dict[tuple[torch.dtype | None, bool], list[FusibleOperation]] = {}
+        self._copies: dict[tuple[Any, ...], list[FusibleOperation]] = {}
         self._groups: dict[tuple[Any, ...], Any] = {}
 
     def kinds(self) -> list[str]:
@@ -230,7 +233,7 @@ class OpList(Subject):
     def _callable(self, way: Way) -> Any:
         # A Sequential, or the OperationFuser of a run.
         ops = self._copy(way)
-        key = (way.dtype, way.training, way.recompute)
+        key = (way.dtype, way.training, way.values == "attributes", way.recompute)
         if key not in self._groups:
             basic = [basic for op in ops for basic in op.basic_ops]
             self._groups[key] = (
@@ -257,12 +260,14 @@ class OpList(Subject):
         return all(one._is_traceable() for one in members)
 
     def _copy(self, way: Way) -> list[FusibleOperation]:
-        key = (way.dtype, way.training)
+        key = (way.dtype, way.training, way.values == "attributes")
         if key not in self._copies:
             made: list[FusibleOperation] = copy.deepcopy(list(self._ops))
             for op in made:
                 op.to(way.dtype) if way.dtype is not None else op
                 op.train(op.training and way.training)
+                for basic in op.basic_ops if way.values == "attributes" else ():
+                    change_attributes(basic, basic._attribute_names)
             self._copies[key] = made
         return self._copies[key]
 

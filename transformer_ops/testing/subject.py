@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -103,7 +103,8 @@ class Subject(ABC):
             others = [_with_other_values(tensor.detach()) for tensor in tensors]
             self._call([t.requires_grad_(t.is_floating_point()) for t in others], way)
         times = 2 if way.second == "backward" else 1
-        with _changed(wanted.get(f"parameter {way.changed}")):
+        changed = sources[0] if way.changed == "output" else wanted.get(way.changed)
+        with _changed(changed):
             for time in range(times):
                 grads = torch.autograd.grad(
                     sources,
@@ -136,7 +137,7 @@ def _compiled(group: Any, fullgraph: bool, tensors: Sequence[Tensor]) -> Any:
 
 def _prepared(inputs: Sequence[Tensor], way: Way) -> list[Tensor]:
     leading = inputs[0].shape[:-1]
-    found = []
+    found: list[Tensor] = []
     for tensor in inputs:
         made = tensor.detach().clone()
         if way.shape and made.shape[:-1] == leading:
@@ -147,8 +148,17 @@ def _prepared(inputs: Sequence[Tensor], way: Way) -> list[Tensor]:
             made = _with_other_values(made)
         layout = LAYOUTS.get(way.layout)
         made = layout(made) if layout is not None else made
-        found.append(made.requires_grad_(made.is_floating_point() and way.grad and way.input_grad))
+        wants_gradient = way.grad and way.input_grad and f"input {len(found)}" not in way.frozen
+        found.append(made.requires_grad_(made.is_floating_point() and wants_gradient))
     return found
+
+
+def change_attributes(module: Any, names: Iterable[str]) -> None:
+    """Gives those of these attributes that are positive floats another value."""
+    for name in names:
+        value = getattr(module, name, None)
+        if isinstance(value, float) and value > 0:
+            setattr(module, name, 0.75 * value)
 
 
 def _with_other_values(tensor: Tensor) -> Tensor:
@@ -164,19 +174,18 @@ def _gradients(outputs: Any, way: Way) -> list[Tensor]:
 
 
 @contextmanager
-def _changed(parameter: Tensor | None) -> Iterator[None]:
-    """Changes a parameter in place in this scope."""
-    if parameter is None:
+def _changed(tensor: Tensor | None) -> Iterator[None]:
+    """Changes a tensor in place in this scope."""
+    if tensor is None:
         yield
         return
-    before = parameter.detach().clone()
-    with torch.no_grad():
-        parameter.mul_(2).add_(1)
+    # Autograd does not follow a detached tensor, but counts its changes.
+    own, before = tensor.detach(), tensor.detach().clone()
+    own.mul_(2).add_(1)
     try:
         yield
     finally:
-        with torch.no_grad():
-            parameter.copy_(before)
+        own.copy_(before)
 
 
 def _share_memory(first: Tensor, second: Tensor) -> bool:

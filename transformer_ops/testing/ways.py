@@ -19,11 +19,12 @@ class Way(NamedTuple):
     """One way to run a list of ops. `name` says what differs from an eager call in training.
 
     Attributes:
-        frozen: the parameters that require no gradient; `input_grad`: whether the inputs do.
+        frozen: the parameters, and the inputs as "input 0", that require no gradient.
+        input_grad: whether any input does.
         only_output: the only output with a gradient; None: all have one.
         second: "backward" runs it twice; "call" runs another call between forward and backward.
-        changed: a parameter that is changed in place between forward and backward.
-        values: "inputs" or "parameters" have other values than before.
+        changed: the parameter, input or output that changes in place between forward and backward.
+        values: the "inputs", "parameters" or "attributes" that have other values than before.
     """
 
     name: str = "eager"
@@ -51,18 +52,26 @@ class Way(NamedTuple):
 
 
 def eager_ways(
-    parameters: Sequence[str], dtype: torch.dtype, outputs: int, alone: bool
+    parameters: Sequence[str], dtype: torch.dtype, inputs: int, outputs: int, alone: bool
 ) -> Iterator[Way]:
-    """Every eager way for ops with these parameters, an input of the dtype and so many outputs."""
+    """Every eager way for ops with these parameters, an input of the dtype, and so many inputs and
+    outputs."""
     for recompute in ("cheap", "none", "products"):
-        for way in _ways(parameters, dtype, outputs):
+        for way in _ways(parameters, dtype, inputs, outputs):
             name = way.name + f', recompute="{recompute}"' * (recompute != "cheap")
             yield way._replace(name=name, recompute=recompute)
-    for name in parameters if alone else ():
+    tensors = (*(f"parameter {name}" for name in parameters), *_names_of(inputs), "output")
+    for name in tensors if alone else ():
         yield Way(f"{name} changed in place before backward", changed=name)
 
 
-def _ways(parameters: Sequence[str], dtype: torch.dtype, outputs: int) -> Iterator[Way]:
+def _names_of(inputs: int) -> list[str]:
+    return [f"input {i}" for i in range(inputs)]
+
+
+def _ways(
+    parameters: Sequence[str], dtype: torch.dtype, inputs: int, outputs: int
+) -> Iterator[Way]:
     yield Way()
     yield Way("eager without grad", grad=False)
     for frozen, input_grad in itertools.product(_subsets(parameters), (True, False)):
@@ -70,13 +79,15 @@ def _ways(parameters: Sequence[str], dtype: torch.dtype, outputs: int) -> Iterat
             without = [*sorted(frozen), *["the input"] * (not input_grad)]
             name = WITHOUT + ", ".join(without)
             yield Way(name, frozen=frozen, input_grad=input_grad)
+    for name in _names_of(inputs) if inputs > 1 else ():
+        yield Way(WITHOUT + name, frozen=frozenset([name]))
     for shape in SHAPES:
         yield Way(shape, shape=shape)
         yield Way(f"{shape}, without grad", shape=shape, grad=False)
     for layout in LAYOUTS:
         yield Way(layout, layout=layout)
         yield Way(f"three dimensions, {layout}", shape="three dimensions", layout=layout)
-    for other in (torch.float64, torch.float32, torch.bfloat16):
+    for other in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         if other != dtype:
             name = str(other).removeprefix("torch.")
             yield Way(name, dtype=other)
@@ -89,6 +100,7 @@ def _ways(parameters: Sequence[str], dtype: torch.dtype, outputs: int) -> Iterat
     yield Way("eval without grad", training=False, grad=False)
     yield Way("inputs of other values", values="inputs")
     yield Way("after an optimizer step", values="parameters")
+    yield Way("attributes of other values", values="attributes")
     yield Way("a second backward", second="backward")
     yield Way("another call before backward", second="call")
     for k in range(outputs if outputs > 1 else 0):
