@@ -2,8 +2,6 @@
 // may have its gradients made in forward: backward then only scales them.
 #include "wrappers/linear_cross_entropy.h"
 
-#include <ATen/ops/full.h>
-
 #include "op/buffer.h"
 #include "op/op.h"
 
@@ -65,8 +63,7 @@ Forward forward(const Checks& check, const Tensor& input, const Tensor& weight, 
   CrossEntropyResults found = run(check, {input, weight, bias, target}, options, chunk,
                                   {is_forward && save_grads_input, is_forward && save_grads_weight,
                                    is_forward && save_grads_bias && bias != nullptr});
-  Tensor statistics = found.lse;
-  if (is_forward) statistics = at::full({1}, found.factor, found.lse.options());
+  Tensor statistics = is_forward ? found.factor : found.lse;
   const auto or_empty = [&](bool is_there, const Tensor& tensor) {
     if (is_there && tensor.defined()) return tensor;
     return empty({0}, input.scalar_type(), input.device());
@@ -164,7 +161,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(
     CrossEntropyMask wanted) {
   CrossEntropyGradients found;
   if (gradients_in == "forward") {
-    const Tensor factor = grad_output * statistics.squeeze(0);
+    const Tensor factor = gradient_factor(grad_output, statistics);
     std::optional<Tensor>* const made[] = {&grads_input, &grads_weight, &grads_bias};
     for (size_t i = 0; i < found.size(); ++i) {
       if (wanted[i]) found[i] = scaled_gradient(*std::move(*made[i]), factor);
@@ -192,7 +189,7 @@ std::tuple<Tensor, Tensor, Tensor> backward_decomposed(
   if (gradients_in == "forward") {
     const Tensor* const made[] = {grads_input, grads_weight, grads_bias};
     for (size_t i = 0; i < found.size(); ++i) {
-      if (wanted[i]) found[i] = *made[i] * (grad_output * statistics.squeeze(0));
+      if (wanted[i]) found[i] = *made[i] * gradient_factor(grad_output, statistics);
     }
   } else {
     const CrossEntropyOptions options{ignore_index, label_smoothing, softcap, z_loss, reduction};

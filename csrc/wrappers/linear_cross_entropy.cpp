@@ -330,6 +330,7 @@ CrossEntropyResults cross_entropy_cpu(const Checks& check, const LossOperands& o
   });
 
   const Tensor counted = at::full({}, count, loss.options());
+  const double lacking = count == 0 ? 0 : later ? factor : 1;
   const int64_t right = std::accumulate(hits, hits + rows, int64_t{0});
   return {.output = reduced(loss, counted, options)
                         .view(options.has_rows() ? operands.target.sizes() : at::IntArrayRef{}),
@@ -337,7 +338,7 @@ CrossEntropyResults cross_entropy_cpu(const Checks& check, const LossOperands& o
           .accuracy = at::full({}, right, loss.options()) / counted,
           .lse = lse.view(operands.target.sizes()),
           .gradients = gradients.take(),
-          .factor = later ? factor : 1};
+          .factor = at::full({1}, lacking, loss.options())};
 }
 
 CrossEntropyResults cross_entropy_cuda(const Checks&, const LossOperands& operands,
@@ -370,7 +371,8 @@ CrossEntropyResults cross_entropy_cuda(const Checks&, const LossOperands& operan
           .log_probs = log_probs.view(operands.target.sizes()),
           .accuracy = correct.sum() / count,
           .lse = lse.view(operands.target.sizes()),
-          .gradients = gradients.take()};
+          .gradients = gradients.take(),
+          .factor = count.clamp_max(1).reshape({1})};
 }
 
 CrossEntropyGradients cross_entropy_backward_cpu(const Tensor& grad_output,
@@ -416,6 +418,10 @@ std::tuple<Tensor, Tensor, Tensor> cross_entropy_decomposed(const LossOperands& 
   const Tensor count = targets.counts.sum().to(found.loss.scalar_type());
   return {reduced(found.loss, count, options), found.log_probs,
           found.correct.sum().to(count.scalar_type()) / count};
+}
+
+Tensor gradient_factor(const Tensor& grad_output, const Tensor& factor) {
+  return at::where(factor == 0, factor, grad_output * factor).squeeze(0);
 }
 
 Tensor scaled_gradient(Tensor gradient, const Tensor& factor) {

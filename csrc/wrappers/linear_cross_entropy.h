@@ -49,8 +49,9 @@ struct CrossEntropyResults {
   Tensor accuracy;   // the share of the rows that count whose target has the largest logit
   Tensor lse;        // log(sum(exp(logits))) of each row
   CrossEntropyGradients gradients;
-  // The gradients are to be multiplied by this. It is 1 unless the dtype has a small range.
-  double factor = 1;
+  // [1]: the gradients are to be multiplied by this. It is 0 if no row counts, and else 1 unless
+  // the dtype has a small range.
+  Tensor factor;
 };
 
 // The loss, and its gradients. Raises IndexError before anything is computed if a target is neither
@@ -74,6 +75,9 @@ CrossEntropyGradients cross_entropy_backward_cuda(
 std::tuple<Tensor, Tensor, Tensor> cross_entropy_decomposed(const CrossEntropyOperands& operands,
                                                             const CrossEntropyOptions& options);
 
+// What multiplies gradients that forward has made. If no row counts it is 0 even for an infinite
+// gradient of the loss: some divide a sum over no item by 0.
+Tensor gradient_factor(const Tensor& grad_output, const Tensor& factor);
 // A gradient that forward has made, times a number. It reuses the memory if nothing else refers to
 // it.
 Tensor scaled_gradient(Tensor gradient, const Tensor& factor);

@@ -204,6 +204,15 @@ def test_all_targets_ignored(gradients_in: str) -> None:
     assert not any(grad.any() for grad in gradients(loss, x, *op.parameters()))
     total = make(gradients_in=gradients_in, reduction="sum")(x, ignored)
     assert total == 0
+    for dtype, options in itertools.product((torch.float32, torch.float16), OPTIONS.values()):
+        if options.get("reduction") == "none":
+            continue
+        # Some divide a sum by the number of items, which is 0.
+        op = make(dtype, gradients_in=gradients_in, **options)
+        rows = x.detach().to(dtype).requires_grad_()
+        for factor in (torch.inf, torch.nan):
+            found = gradients(op(rows, ignored), rows, *op.parameters(), factor=factor)
+            assert not any(grad.any() for grad in found)
     # A class may be the one that is ignored.
     zero = make(ignore_index=0)
     target = torch.arange(11) % 3
