@@ -17,7 +17,6 @@ from .ops.bias import Bias
 from .ops.drop_path import DropPath
 from .ops.dropout import Dropout
 from .ops.layer_scale import LayerScale
-from .ops.linear_cross_entropy import LinearCrossEntropy
 from .ops.norm import LayerNorm, RMSNorm
 from .ops.packed_linear import PackedLinear
 
@@ -27,7 +26,6 @@ __all__ = [
     "BorrowedLayerNorm",
     "BorrowedLayerScale",
     "BorrowedLinear",
-    "BorrowedLinearCrossEntropy",
     "BorrowedPackedLinear",
     "BorrowedProduct",
     "BorrowedRMSNorm",
@@ -122,63 +120,6 @@ class BorrowedLinear(FusibleOperation):
         if self._has_own_forward:
             return self.__dict__["_parts"][0]._parameter_owner(input, *extra_inputs, **kwargs)
         return super().forward(input, *extra_inputs, **kwargs)
-
-
-class BorrowedLinearCrossEntropy(Borrowed, LinearCrossEntropy):
-    """The cross entropy of a `torch.nn.Linear`. Its options do not change."""
-
-    z_loss = 0.0
-    chunk = None
-    _unreturned = (0, 1)
-    _watched = ("in_features", "out_features")
-
-    def __init__(
-        self,
-        owner: nn.Module,
-        *,
-        ignore_index: int = -100,
-        label_smoothing: float = 0.0,
-        softcap: float | None = None,
-        reduction: str = "mean",
-    ) -> None:
-        super().__init__(owner)
-        self.ignore_index = ignore_index
-        self.label_smoothing = label_smoothing
-        self.softcap = softcap
-        self.reduction = reduction
-        self.gradients_in = "backward" if reduction == "none" else "forward"
-
-    @property
-    def weight(self) -> nn.Parameter:  # type: ignore[override]
-        return self._parameter_owner.weight  # type: ignore[return-value]
-
-    @property
-    def bias(self) -> nn.Parameter | None:  # type: ignore[override]
-        return self._parameter_owner.bias  # type: ignore[return-value]
-
-    @property
-    def in_features(self) -> int:  # type: ignore[override]
-        return self.weight.shape[1]
-
-    @property
-    def num_classes(self) -> int:  # type: ignore[override]
-        return self.weight.shape[0]
-
-    def forward(self, input: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Any:
-        """Same as `FusibleOperation.forward`, but the owner itself computes the logits if it has
-        hooks or a `forward` of its own."""
-        if self._obstacle() is None:
-            return FusibleOperation.forward(self, input, *extra_inputs, **kwargs)
-        logits = self._parameter_owner(input).float()
-        if self.softcap is not None:
-            logits = self.softcap * torch.tanh(logits / self.softcap)
-        return torch.nn.functional.cross_entropy(
-            logits.flatten(0, -2),
-            extra_inputs[0].flatten(),
-            ignore_index=self.ignore_index,
-            label_smoothing=self.label_smoothing,
-            reduction=self.reduction,
-        )
 
 
 class BorrowedPackedLinear(Borrowed, PackedLinear):

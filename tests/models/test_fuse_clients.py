@@ -7,6 +7,8 @@ import functools
 import importlib.util
 import sys
 import types
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +21,12 @@ import transformers
 from fuse_models import fused_rules
 from ranks import group_of_ranks, spawn
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 import transformer_ops as tops
+from transformer_ops.models.deferred import DeferredLogits
 
 pytestmark = pytest.mark.takes(seconds=25)
 
@@ -310,41 +314,100 @@ def _whole(tensor: Any) -> Tensor:
     return found
 
 
+class Around(nn.Module):
+    """A wrapper that returns what the model returns, as adapters have."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **given: Any) -> Any:
+        return self.model(**given)
+
+
+def _by_fsdp1(model: Any) -> nn.Module:
+    policy = ModuleWrapPolicy({type(model.model.layers[0])})
+    cpu = torch.device("cpu")
+    return FullyShardedDataParallel(
+        model, auto_wrap_policy=policy, use_orig_params=True, device_id=cpu
+    )
+
+
+def _around(model: Any, **options: Any) -> nn.Module:
+    for layer in model.model.layers:
+        fully_shard(layer)
+    return fully_shard(Around(Around(model)), **options)
+
+
+WRAPPERS: dict[str, Callable[[Any], nn.Module]] = {
+    "DDP": DistributedDataParallel,
+    "DDP that finds unused": lambda model: DistributedDataParallel(
+        model, find_unused_parameters=True
+    ),
+    "DDP of a static graph": lambda model: DistributedDataParallel(model, static_graph=True),
+    "FSDP1": _by_fsdp1,
+    "FSDP1 of a wrapper": lambda model: FullyShardedDataParallel(
+        Around(model), use_orig_params=True, device_id=torch.device("cpu")
+    ),
+    "FSDP2": lambda model: _shard(model),
+    "FSDP2 and fuse": lambda model: model,
+    "FSDP2 of a wrapper": _around,
+    "FSDP2 that frees": lambda model: _around(model, reshard_after_forward=True),
+}
+
+
+def _gradients(model: nn.Module) -> dict[str, Tensor]:
+    """By the end of a name: wrappers add a beginning."""
+    whole = nullcontext()
+    if isinstance(model, FullyShardedDataParallel):
+        whole = FullyShardedDataParallel.summon_full_params(model, with_grads=True)
+    with whole:
+        return {
+            name[name.rfind("model.layers") :] if "layers" in name else name.split(".")[-2]: (
+                _whole(p.grad).clone()
+            )
+            for name, p in model.named_parameters()
+        }
+
+
 def _train(rank: int, folder: str) -> None:
     with group_of_ranks(rank, 2, folder):
         tokens = torch.randint(0, 64, (4, 8), generator=torch.Generator().manual_seed(0))
         plain = llama()
         plain(input_ids=tokens, labels=tokens).loss.backward()
         own = tokens[2 * rank : 2 * rank + 2]
-        for kind in ("DDP", "FSDP2", "FSDP2 and fuse"):
+        for kind, wrap in WRAPPERS.items():
             model: Any = llama()
-            run: Any = model
             if kind == "FSDP2 and fuse":
                 _shard(model)
             report = tops.fuse(model)
-            if kind == "FSDP2":
-                _shard(model)
-            elif kind == "DDP":
-                run = DistributedDataParallel(model)
+            run = wrap(model)
             for _ in range(2):
-                model.zero_grad()
-                run(input_ids=own, labels=own).loss.backward()
-            assert fused_rules(report) == {"norm": 1, "layer": 2}, kind
+                run.zero_grad()
+                out = run(input_ids=own, labels=own)
+                out.loss.backward()
+            is_deferred = isinstance(out.logits, DeferredLogits)
+            assert is_deferred == ("DDP" in kind and "FS" not in kind), kind
+            assert not is_deferred or vars(out.logits)["_promise"].is_open, kind
+            # Between the calls, FSDP1 leaves no parameters that a report could look at.
+            assert "FSDP1" in kind or fused_rules(report) == {"norm": 1, "layer": 2}, kind
             # Where no product of float32 ran as an op, its weight is a DTensor between the calls,
             # as that of the head is.
-            assert {row.rule for row in report.skipped} <= {"product", "head and loss"}, kind
-            for (name, want), parameter in zip(
-                plain.named_parameters(), model.parameters(), strict=True
-            ):
-                difference = _whole(parameter.grad) - want.grad
-                assert difference.norm() <= 1e-5 * want.grad.norm() + 1e-7, (kind, name)
+            skipped = {row.rule for row in report.skipped}
+            assert "FSDP1" in kind or skipped <= {"product", "head and loss"}, kind
+            found = _gradients(run)
+            for name, want in _gradients(plain).items():
+                difference = found[name] - want
+                assert difference.norm() <= 1e-5 * want.norm() + 1e-7, (kind, name)
+            run.zero_grad()
+            run(input_ids=own, labels=own).logits.square().mean().backward()
             dist.barrier()
 
 
-def _shard(model: Any) -> None:
+def _shard(model: Any) -> nn.Module:
     for layer in model.model.layers:
         fully_shard(layer)
-    fully_shard(model)
+    return fully_shard(model)
 
 
 def test_two_processes(tmp_path: Path) -> None:

@@ -48,8 +48,19 @@ class OlderLlama(transformers.LlamaForCausalLM):
         return transformers.modeling_outputs.CausalLMOutputWithPast(loss=loss, logits=logits)
 
 
+SCALED = {
+    "granite": ("Granite", {"logits_scaling": 3.0}),
+    "cohere": ("Cohere", {"logit_scale": 0.3}),
+}
+
+
 def make(family: str, tied: bool = False) -> Any:
     torch.manual_seed(0)
+    if family in SCALED:
+        name, options = SCALED[family]
+        options = {"pad_token_id": 0, **SIZES, **options, "tie_word_embeddings": tied}
+        kind = getattr(transformers, f"{name}ForCausalLM")
+        return kind(getattr(transformers, f"{name}Config")(**options)).train()
     if "llama" in family:
         config: Any = transformers.LlamaConfig(**SIZES, tie_word_embeddings=tied)
         make = OlderLlama if "older" in family else transformers.LlamaForCausalLM
@@ -75,7 +86,7 @@ def batch() -> dict[str, Tensor]:
 
 
 def is_deferred(logits: Any) -> bool:
-    return isinstance(logits, DeferredLogits) and vars(logits)["_dense"] is None
+    return isinstance(logits, DeferredLogits) and vars(logits)["_promise"].is_open
 
 
 def assert_same_gradients(plain: nn.Module, fused: nn.Module) -> None:
@@ -94,7 +105,7 @@ EXTRAS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("extra", EXTRAS.values(), ids=EXTRAS)
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("family", ["llama", "older llama", "gemma2"])
+@pytest.mark.parametrize("family", ["llama", "older llama", "gemma2", *SCALED])
 def test_loss_and_gradients(family: str, tied: bool, extra: dict[str, Any]) -> None:
     plain, fused = pair(family, tied)
     given = batch()
@@ -186,12 +197,66 @@ def test_logits_are_not_computed_from_other_weights() -> None:
         out.logits.argmax(-1)
 
 
-def test_gradients_of_logits_are_refused_after_the_loss() -> None:
-    _, fused = pair()
-    out = fused(**batch())
-    for use in (lambda logits: logits.retain_grad(), lambda logits: logits.register_hook(print)):
-        with pytest.raises(RuntimeError, match=r"\[fuse\] .* must be called on logits before"):
-            use(out.logits)
+def test_a_head_with_fewer_rows() -> None:
+    plain, fused = pair()
+    ids = batch()["input_ids"]
+    for model in (plain, fused):
+        model.lm_head.weight = nn.Parameter(model.lm_head.weight[:64])
+    want, got = plain(input_ids=ids), fused(input_ids=ids)
+    assert got.logits.shape == want.logits.shape == (2, 9, 64)
+    torch.testing.assert_close(got.logits * 1, want.logits)
+    fused.lm_head.weight = nn.Parameter(torch.zeros(V, 31))
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        fused(input_ids=ids)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("trains", ["all", "bias", "head", "rest"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "granite"])
+def test_dtypes_biases_and_frozen_parameters(family: str, trains: str, dtype: torch.dtype) -> None:
+    plain = make(family).to(dtype)
+    if trains == "bias":
+        plain.lm_head.bias = nn.Parameter(torch.randn(V, dtype=dtype))
+    for name, parameter in plain.named_parameters():
+        parameter.requires_grad_(
+            trains in ("all", "bias") or ("lm_head" in name) == (trains == "head")
+        )
+    fused = copy.deepcopy(plain)
+    tops.fuse(fused, rules=RULES)
+    found = []
+    for model in (plain, fused):
+        out = model(**batch())
+        (
+            out.loss + F.cross_entropy(out.logits.view(-1, V), batch()["input_ids"].view(-1))
+        ).backward()
+        wanted = [p.grad for p in model.parameters() if p.requires_grad]
+        found.append([out.loss.detach(), *wanted])
+    assert is_deferred(out.logits)
+    tolerance = 3e-2 if dtype == torch.bfloat16 else 1e-5
+    torch.testing.assert_close(found[1], found[0], rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("items", [0, 3])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "granite"])
+def test_no_item_in_the_batch(family: str, items: int) -> None:
+    plain, fused = pair(family)
+    given = {**batch(), "labels": torch.full((2, 9), -100)}
+    for model in (plain, fused):
+        model(**given, num_items_in_batch=torch.tensor(items)).loss.backward()
+    assert_same_gradients(plain, fused)
+    assert not any(p.grad.any() for p in fused.parameters())
+
+
+def test_backward_again() -> None:
+    """A kept graph gives the same gradients; another one raises as that of torch does."""
+    _, fused = pair("granite")
+    parameters = list(fused.parameters())
+    loss = fused(**batch()).loss / 2
+    first = torch.autograd.grad(loss, parameters, retain_graph=True)
+    second = torch.autograd.grad(loss, parameters)
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        torch.autograd.grad(loss, parameters)
 
 
 def test_under_autocast() -> None:

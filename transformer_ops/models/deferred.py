@@ -3,209 +3,281 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.overrides import enable_reentrant_dispatch
 from torch.utils._pytree import tree_map_only
 
-from ..views import BorrowedLinearCrossEntropy
+from .head_product import HeadProduct, frames
+from .promise import Promise, Step, promise_of
 
 __all__ = ["DeferredHead", "DeferredLogits"]
 
 
-class Step(NamedTuple):
-    """What is computed of the product: "to" (a dtype), "view" (a shape), "div", "mul" (a number) or
-    "tanh"."""
-
-    name: str
-    value: Any = None
-
-    def run(self, z: Tensor) -> Tensor:
-        """The next tensor."""
-        if self.name == "to":
-            return z.to(self.value)
-        if self.name == "view":
-            return z.view(self.value)
-        if self.name == "tanh":
-            return torch.tanh(z)
-        return z / self.value if self.name == "div" else z * self.value
+# ---- how gradients pass
 
 
-class Recipe(NamedTuple):
-    """How logits are computed from their input and the weight of the head."""
-
-    head: DeferredHead
-    autocast: torch.dtype | None  # where autocast was on
-    steps: tuple[Step, ...] = ()
-
-    def run(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The logits of all rows."""
-        with self.mode(hidden):
-            z = F.linear(hidden, weight, bias)
-            for step in self.steps:
-                z = step.run(z)
-        return z
-
-    def mode(self, hidden: Tensor) -> torch.autocast:
-        """Autocast as it was when the logits were deferred."""
-        device = hidden.device.type
-        return torch.autocast(device, dtype=self.autocast, enabled=self.autocast is not None)
-
-    @property
-    def softcap(self) -> float | None:
-        """The number c of `c * tanh(z / c)`, 0 for z itself, and None for other steps."""
-        steps = [step for step in self.steps if step.name not in ("to", "view")]
-        if not steps:
-            return 0.0
-        if [step.name for step in steps] != ["div", "tanh", "mul"]:
-            return None
-        return float(steps[0].value) if steps[0].value == steps[2].value > 0 else None
+def _pulled(step: Step, grad: Tensor, logits: DeferredLogits) -> Tensor:
+    """The gradient of the logits that a step was computed of."""
+    if step.name == "tanh":
+        return grad * (1 - _fresh(logits).tanh().square())
+    if step.name in ("div", "mul"):
+        return step.run(grad)
+    promise = promise_of(logits)
+    return grad.reshape(promise.shape).to(promise.dtype)
 
 
 class _Defer(torch.autograd.Function):
-    """Makes deferred logits a result of their input and the weight, also for what sees them without
-    `__torch_function__`: other autograd functions, and wrappers in C++."""
+    """Makes deferred logits a result of (hidden, weight, bias), or of other deferred logits.
+
+    All gradients of what is computed from the logits pass here: those of the numbers, and those
+    that a loss has made.
+    """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        recipe: Recipe,
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
-    ) -> Tensor:
-        ctx.save_for_backward(hidden, weight, bias)
-        ctx.recipe = recipe
-        made = torch.Tensor._make_wrapper_subclass(
-            DeferredLogits, shape, dtype=dtype, device=hidden.device
-        )
-        assert isinstance(made, Tensor)
-        return made
+    def forward(ctx: Any, promise: Promise, *sources: Tensor | None) -> Tensor:
+        ctx.set_materialize_grads(False)
+        # No promise: its `dense` refers to this node.
+        ctx.product, ctx.parent, ctx.step = promise.product, promise.parent, promise.step
+        if promise.parent is None:
+            ctx.save_for_backward(*sources)
+        return _wrapper(DeferredLogits, promise)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        given: list[Any] = [t if t is None else t.detach() for t in ctx.saved_tensors]
-        pairs = zip(given, ctx.needs_input_grad, strict=False)
-        wanted = [tensor.requires_grad_() for tensor, is_needed in pairs if is_needed]
-        with torch.enable_grad():
-            z = ctx.recipe.run(*given)
-        found = iter(torch.autograd.grad(z, wanted, grads[0].to(z.dtype)))
-        return tuple(next(found) if needed else None for needed in ctx.needs_input_grad)
+        grad, parent = grads[0], ctx.parent
+        if grad is None:
+            return (None,) * len(ctx.needs_input_grad)
+        made = grad.parts if isinstance(grad, DeferredGradient) else None
+        if parent is None:
+            if made and not torch.is_grad_enabled():
+                found = list(made)
+                made.clear()
+            else:
+                grad = _all_computed(grad)
+                found = ctx.product.gradients(grad, *ctx.saved_tensors)
+            pairs = zip(found, ctx.needs_input_grad[1:], strict=True)
+            return None, *(one if needed else None for one, needed in pairs)
+        if made and not torch.is_grad_enabled():
+            pull = lambda: _pulled(ctx.step, _all_computed(grad), parent)  # noqa: E731
+            return None, DeferredGradient.of(promise_of(parent), pull, made)
+        return None, _pulled(ctx.step, _all_computed(grad), parent)
 
 
-class DeferredLogits(torch.Tensor):
-    """The logits of a head, as a tensor that is computed when anything reads its numbers.
+class _Read(torch.autograd.Function):
+    """The numbers of deferred logits."""
 
-    `F.cross_entropy` of it computes the loss by chunks of rows, and never all logits. Before that
-    the logits may be cast, viewed as rows, and soft-capped. Everything else computes the logits
-    first, once, and goes on with them, with the gradients that they would have had.
-    """
+    @staticmethod
+    def forward(ctx: Any, logits: DeferredLogits, numbers: Callable[[], Tensor]) -> Tensor:
+        return numbers()
 
-    _hidden: Tensor
-    _recipe: Recipe
-    _versions: tuple[int, ...]
-    _dense: Tensor | None
-    _losses: list[bool]  # shared with what was deferred from the same product
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0], None
 
-    @classmethod
-    def of(
-        cls, hidden: Tensor, recipe: Recipe, shape: tuple[int, ...], dtype: torch.dtype
-    ) -> DeferredLogits:
-        """Deferred logits of this shape and dtype."""
-        owner = recipe.head.owner
-        found = _Defer.apply(hidden, owner.weight, owner.bias, recipe, shape, dtype)
-        assert isinstance(found, cls)
-        own = vars(found)
-        own.update(_hidden=hidden, _recipe=recipe, _dense=None, _losses=[])
-        own["_versions"] = found._read_versions()
-        return found
 
-    def _tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        own = vars(self)
-        owner = own["_recipe"].head.owner
-        return own["_hidden"], owner.weight, owner.bias
+class _Loss(torch.autograd.Function):
+    """The loss of deferred logits, by chunks of rows."""
 
-    def _read_versions(self) -> tuple[int, ...]:
-        return tuple(-1 if t is None else t._version for t in DeferredLogits._tensors(self))
+    @staticmethod
+    def forward(
+        ctx: Any, logits: DeferredLogits, target: Tensor, options: dict[str, Any], form: Any
+    ) -> Tensor:
+        promise = promise_of(logits)
+        ctx.logits, ctx.options, ctx.form = logits, options, form
+        ctx.set_materialize_grads(False)
+        wanted = promise.product.needs if ctx.needs_input_grad[0] else (False,) * 3
+        loss, *made = promise.product.loss(form, target, options, wanted)
+        ctx.save_for_backward(target, *made)
+        return loss.to(promise.dtype)
 
-    def _check_versions(self) -> None:
-        if DeferredLogits._read_versions(self) != vars(self)["_versions"]:
-            raise RuntimeError(
-                "[fuse] logits must be read before the weight of the head or its input changes in "
-                "place, got a change: read them before optimizer.step()"
-            )
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (grad,), logits, options = grads, ctx.logits, ctx.options
+        target, *made = ctx.saved_tensors
+        if grad is None:
+            return None, None, None, None
 
-    def _next(self, step: Step, shape: tuple[int, ...], dtype: torch.dtype) -> DeferredLogits:
-        own = vars(self)
-        recipe: Recipe = own["_recipe"]
-        recipe = recipe._replace(steps=(*recipe.steps, step))
-        found = DeferredLogits.of(own["_hidden"], recipe, shape, dtype)
-        vars(found)["_losses"] = own["_losses"]
-        return found
+        def dense() -> Tensor:
+            is_double = torch.is_grad_enabled()
+            z = _fresh(logits)
+            with torch.enable_grad():
+                loss = F.cross_entropy(z, target, **options)
+            return torch.autograd.grad(loss, z, grad, create_graph=is_double)[0]
 
-    def _computed(self) -> Tensor:
-        """The logits themselves, with their gradients."""
-        own = vars(self)
-        if own["_dense"] is not None:
-            dense: Tensor = own["_dense"]
-            return dense
-        DeferredLogits._check_versions(self)
-        with torch.enable_grad():
-            dense = own["_recipe"].run(*DeferredLogits._tensors(self))
-        if not dense.is_inference():
-            own["_dense"] = dense
-        return dense
+        if torch.is_grad_enabled() or _is_batched(grad):
+            return dense(), None, None, None
+        promise = promise_of(logits)
+        parts = promise.product.loss_gradients(ctx.form, target, options, grad, made)
+        return DeferredGradient.of(promise, dense, parts), None, None, None
 
-    def _loss(self, target: Tensor, options: dict[str, Any]) -> Tensor:
-        own = vars(self)
-        DeferredLogits._check_versions(self)
-        hidden, recipe = own["_hidden"], own["_recipe"]
-        own["_losses"].append(True)
-        rows = hidden.reshape(-1, hidden.shape[-1])
-        with recipe.mode(hidden):
-            loss = recipe.head.loss(recipe.softcap, options)(rows, target)
-        with torch._C.DisableTorchFunctionSubclass():
-            dtype = self.dtype
-        assert isinstance(loss, Tensor)
-        return loss.to(dtype)
 
+def _is_batched(grad: Tensor) -> bool:
+    """Whether it is of `is_grads_batched`, or of a transform."""
+    is_of_grads = torch._C._functorch.is_legacy_batchedtensor(grad)
+    return is_of_grads or torch._C._are_functorch_transforms_active()
+
+
+def _wrapper(kind: Any, promise: Promise) -> Any:
+    return torch.Tensor._make_wrapper_subclass(
+        kind, promise.shape, dtype=promise.dtype, device=promise.product.device
+    )
+
+
+@contextmanager
+def _as_outside() -> Iterator[None]:
+    """Gradients are on, and no transform or mode of the reader changes what is computed."""
+    with (
+        temporarily_clear_interpreter_stack(),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch._C.DisableTorchFunctionSubclass(),
+    ):
+        yield
+
+
+def _fresh(logits: DeferredLogits) -> Tensor:
+    """The logits as they were in forward, with their gradients."""
+    with _as_outside():
+        found: Tensor = _Read.apply(logits, promise_of(logits).pure)
+    return found
+
+
+def _computed(logits: Tensor) -> Tensor:
+    """The logits themselves, which may have been written to."""
+    promise = promise_of(logits)
+    if promise.dense is None:
+        parent = None if promise.parent is None else _computed(promise.parent)
+        with _as_outside():
+            if promise.is_view and parent is not None:
+                promise.dense = parent.view(promise.shape)
+            else:
+                promise.dense = _Read.apply(logits, promise.take)
+                promise.node = promise.dense.grad_fn
+                promise.fix(promise.dense.detach())
+    return promise.dense
+
+
+def _all_computed(values: Any) -> Any:
+    values = tree_map_only(DeferredLogits, _computed, values)
+    return tree_map_only(DeferredGradient, lambda grad: grad.computed(), values)
+
+
+# ---- the tensors
+
+
+class _Deferred(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
         if func in _OF_METADATA:
             with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        deferred = _DEFERRED.get(func)
-        first = args[0] if args else kwargs.get("input")
-        if deferred is not None and isinstance(first, cls) and vars(first)["_dense"] is None:
-            with torch._C.DisableTorchFunctionSubclass():
-                found = deferred(*args, **kwargs)
-            if found is not None:
-                return found
-        if func in _OF_GRADIENTS and vars(first)["_losses"]:
-            raise RuntimeError(
-                f"[fuse] {func.__name__} must be called on logits before their loss is computed, "
-                "got logits whose loss did not need them: unfuse the model, or read the logits "
-                "first"
-            )
-        return func(*_all_computed(args), **_all_computed(kwargs))
+                return func(*args, **(kwargs or {}))
+        return func(*_all_computed(args), **_all_computed(kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        plain = lambda logits: logits._computed().detach()  # noqa: E731
-        args, kwargs = tree_map_only(cls, plain, (args, kwargs or {}))
+        plain = lambda tensor: _all_computed(tensor).detach()  # noqa: E731
+        with enable_reentrant_dispatch():  # what is computed has gradients
+            args, kwargs = tree_map_only(_Deferred, plain, (args, kwargs or {}))
         return func(*args, **kwargs)
 
 
-def _all_computed(values: Any) -> Any:
-    return tree_map_only(DeferredLogits, lambda logits: DeferredLogits._computed(logits), values)
+class DeferredGradient(_Deferred):
+    """The gradient of deferred logits, of which a loss knows what it gives for the head's input and
+    parameters (`parts`)."""
+
+    parts: list[Tensor | None]
+
+    @classmethod
+    def of(
+        cls, promise: Promise, compute: Callable[[], Tensor], parts: list[Tensor | None]
+    ) -> DeferredGradient:
+        """The gradient of these logits, which `compute` gives too."""
+        found: DeferredGradient = _wrapper(cls, promise)
+        vars(found).update(parts=parts, _compute=compute, _dense=None)
+        return found
+
+    def computed(self) -> Tensor:
+        """The gradient itself."""
+        own = vars(self)
+        if own["_dense"] is None:
+            own["_dense"] = own.pop("_compute")().detach()
+            own["parts"] = []  # somebody may write to it
+        found: Tensor = own["_dense"]
+        return found
+
+
+class DeferredLogits(_Deferred):
+    """The logits of a head, as a tensor that is computed when anything reads its numbers.
+
+    `F.cross_entropy` of it computes the loss by chunks of rows, and never all logits. Before that
+    the logits may be cast, scaled, viewed as rows, and soft-capped. Everything else computes the
+    logits first, once, and goes on with them, with the gradients that they would have had.
+    """
+
+    @classmethod
+    def of(cls, promise: Promise, *sources: Tensor | None) -> DeferredLogits:
+        """Deferred logits that are a result of these tensors."""
+        found = _Defer.apply(promise, *sources)
+        assert isinstance(found, cls)
+        vars(found)["_promise"] = promise
+        return found
+
+    def _next(self, step: Step, shape: tuple[int, ...], dtype: torch.dtype) -> DeferredLogits:
+        own = promise_of(self)
+        promise = Promise(own.product, shape, dtype, self, step)
+        own.children.add(promise)
+        return DeferredLogits.of(promise, self)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        first = args[0] if args else kwargs.get("input")
+        if func in _OF_AUTOGRAD:
+            args, kwargs = tree_map_only(cls, _with_history(func), (args, kwargs))
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if not isinstance(first, cls):
+            return super().__torch_function__(func, types, args, kwargs)
+        promise = promise_of(first)
+        if promise.is_open:
+            if func in _OF_METADATA:
+                return super().__torch_function__(func, types, args, kwargs)
+            deferred = _DEFERRED.get(func)
+            if deferred is not None and not torch._C._are_functorch_transforms_active():
+                with torch._C.DisableTorchFunctionSubclass():
+                    found = deferred(*args, **kwargs)
+                if found is not None:
+                    return found
+        found = func(*_all_computed(args), **_all_computed(kwargs))
+        return first if found is promise.dense else found
+
+
+def _with_history(func: Any) -> Callable[[DeferredLogits], Tensor]:
+    """Gives the tensor that has the gradients of logits: themselves, or after a write that autograd
+    has recorded, what they are now."""
+
+    def found(logits: DeferredLogits) -> Tensor:
+        promise = promise_of(logits)
+        if promise.is_view and not promise.has_loss and func in _HOOKS:
+            return _computed(logits)
+        dense = promise.dense
+        if dense is None:
+            return logits
+        with torch._C.DisableTorchFunctionSubclass():
+            is_same = logits.requires_grad and dense.grad_fn is promise.node
+        return logits if is_same and not promise.is_view else dense
+
+    return found
 
 
 # ---- what needs no numbers
@@ -213,16 +285,22 @@ def _all_computed(values: Any) -> Any:
 _OF_METADATA = {
     getattr(Tensor, name).__get__
     for name in (
-        *("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad_fn"),
-        *("is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_nested", "itemsize"),
+        *("shape", "dtype", "device", "layout", "ndim", "is_cuda", "is_cpu", "is_meta"),
+        *("is_sparse", "is_quantized", "is_nested", "itemsize", "requires_grad", "is_leaf"),
+        "grad_fn",
     )
 } | {
     *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.element_size),
     *(Tensor.is_floating_point, Tensor.is_complex, Tensor.__len__, Tensor.__hash__),
     *(torch.is_floating_point, torch.is_complex, torch.numel),
 }
-# The loss by chunks gives them no gradient.
-_OF_GRADIENTS = {Tensor.register_hook, Tensor.retain_grad}
+_HOOKS = {Tensor.register_hook, Tensor.retain_grad}
+_OF_AUTOGRAD = {
+    getattr(Tensor, name).__get__
+    for name in ("requires_grad", "is_leaf", "grad_fn", "grad", "retains_grad")
+} | {
+    *(Tensor.__hash__, torch.autograd.grad, *_HOOKS),
+}
 
 
 # ---- what is deferred too: None where it cannot be
@@ -265,24 +343,23 @@ def _view(logits: DeferredLogits, *args: Any, **kwargs: Any) -> DeferredLogits |
 
 def _scaled(name: str) -> Callable[..., DeferredLogits | None]:
     def scaled(logits: Any, number: Any = None, **kwargs: Any) -> DeferredLogits | None:
-        if kwargs or type(number) not in (int, float) or number == 0:
+        if kwargs or type(number) not in (int, float) or number == 0 or not math.isfinite(number):
             return None
-        return _if_cap(logits, Step(name, number))
+        return logits._next(Step(name, number), tuple(logits.shape), logits.dtype)
 
     return scaled
 
 
-def _tanh(logits: DeferredLogits) -> DeferredLogits | None:
-    return _if_cap(logits, Step("tanh"))
+def _tanh(logits: DeferredLogits) -> DeferredLogits:
+    return logits._next(Step("tanh"), tuple(logits.shape), logits.dtype)
 
 
-def _if_cap(logits: DeferredLogits, step: Step) -> DeferredLogits | None:
-    """Only a soft cap may become part of the loss."""
-    own: Recipe = vars(logits)["_recipe"]
-    names = [s.name for s in (*own.steps, step) if s.name not in ("to", "view")]
-    if names != ["div", "tanh", "mul"][: len(names)]:
+def _clone(logits: DeferredLogits) -> DeferredLogits | None:
+    """Only that of DistributedDataParallel: others want the numbers as they are now."""
+    sink = getattr(sys.modules.get("torch.nn.parallel.distributed"), "_DDPSink", None)
+    if sink is None or not any(f.f_code is sink.forward.__code__ for f in frames()):
         return None
-    return logits._next(step, tuple(logits.shape), logits.dtype)
+    return logits._next(Step("clone"), tuple(logits.shape), logits.dtype)
 
 
 def _cross_entropy(
@@ -302,14 +379,19 @@ def _cross_entropy(
     # cross_entropy expects the classes in dimension 1, which must be the last one.
     if logits.dim() != 2 or target.shape != logits.shape[:1] or target.device != logits.device:
         return None
-    if vars(logits)["_recipe"].softcap is None or reduction not in ("mean", "sum", "none"):
+    promise = promise_of(logits)
+    form = promise.form
+    if form is None or reduction not in ("mean", "sum", "none"):
         return None
+    promise.product.check(is_loss=True)
+    promise.has_loss = True
     options = {
         "ignore_index": ignore_index,
         "label_smoothing": label_smoothing,
         "reduction": reduction,
     }
-    return DeferredLogits._loss(logits, target, options)
+    found: Tensor = _Loss.apply(logits, target, options, form)
+    return found
 
 
 _DEFERRED: dict[Any, Callable[..., Any]] = {
@@ -325,6 +407,7 @@ _DEFERRED: dict[Any, Callable[..., Any]] = {
     Tensor.__rmul__: _scaled("mul"),
     Tensor.tanh: _tanh,
     torch.tanh: _tanh,
+    Tensor.clone: _clone,
     F.cross_entropy: _cross_entropy,
 }
 
@@ -333,38 +416,22 @@ _DEFERRED: dict[Any, Callable[..., Any]] = {
 
 
 class DeferredHead(nn.Module):
-    """Defers the product of a head. Its losses are ops on the parameters of the head."""
-
-    # More than a training has.
-    _MOST_LOSSES = 8
+    """Defers the product of a head."""
 
     def __init__(self, owner: nn.Module) -> None:
         super().__init__()
         # This bypasses nn.Module, which would register the owner as a submodule.
         self.__dict__["_owner"] = owner
-        self.__dict__["_losses"] = {}
 
-    @property
-    def owner(self) -> Any:
-        """The head, a `torch.nn.Linear`."""
-        return self.__dict__["_owner"]
-
-    def loss(self, softcap: float | None, options: dict[str, Any]) -> BorrowedLinearCrossEntropy:
-        """The op with these options."""
-        losses = self.__dict__["_losses"]
-        key = (softcap, *options.items())
-        if key not in losses:
-            if len(losses) >= self._MOST_LOSSES:
-                losses.clear()
-            losses[key] = BorrowedLinearCrossEntropy(self.owner, softcap=softcap or None, **options)
-        found: BorrowedLinearCrossEntropy = losses[key]
-        return found
-
-    def forward(self, hidden: Tensor) -> DeferredLogits:
-        """`hidden[..., in_features]` to deferred logits `[..., out_features]`."""
-        device = hidden.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        shape = (*hidden.shape[:-1], self.owner.out_features)
-        is_double = self.owner.weight.dtype == torch.float64
-        of_logits = self.owner.weight.dtype if dtype is None or is_double else dtype
-        return DeferredLogits.of(hidden, Recipe(self, dtype), shape, of_logits)
+    def forward(self, hidden: Tensor) -> Tensor:
+        """`hidden[..., in_features]` to deferred logits `[..., num_classes]`. Tensors that do not
+        fit each other raise what they raise in `F.linear`."""
+        owner = self.__dict__["_owner"]
+        # FSDP frees the weight behind forward.
+        is_freed = getattr(owner, "_is_fsdp_managed_module", False)
+        product = None if is_freed else HeadProduct.of(hidden, owner.weight, owner.bias)
+        if product is None:
+            return F.linear(hidden, owner.weight, owner.bias)
+        shape = (*hidden.shape[:-1], owner.weight.shape[0])
+        promise = Promise(product, shape, product.dtype)
+        return DeferredLogits.of(promise, hidden, owner.weight, owner.bias)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import ast
-import sys
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from ..op.borrowed import class_of
@@ -39,15 +39,14 @@ def _head(module: Any, names: Names) -> list[nn.Module]:
 
 
 def _trains(module: Any, input: Tensor) -> bool:
-    """Whether a loss may follow that needs gradients. Compiled code computes the logits, and so
-    does a model whose parameters are gathered only while `forward` runs."""
+    """Whether a loss may follow that needs gradients. Compiled code and transforms compute the
+    logits, and so does a model whose parameters are gathered only while `forward` runs."""
     is_plain = type(input) is Tensor and not is_compiling()
-    return is_plain and module.training and torch.is_grad_enabled() and not _is_sharded(module)
+    return is_plain and module.training and torch.is_grad_enabled() and not _is_transformed()
 
 
-def _is_sharded(module: nn.Module) -> bool:
-    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
-    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
+def _is_transformed() -> bool:
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 register_fuse_rule("head and loss", "L = self.any_head(H)", _head, when=_trains)
