@@ -15,10 +15,12 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from . import _C
+from .op.tensor_parallel import is_dtensor
 from .progress import progress
+from .sharding import sharding_restored, storages
 from .tables import html_table
 
-__all__ = ["StepBytes", "size_text", "step_bytes"]
+__all__ = ["StepBytes", "restored", "size_text", "step_bytes"]
 
 _BAR = 32  # characters of the longest bar in a terminal
 _TITLES = {
@@ -129,6 +131,17 @@ def step_bytes(
     if not isinstance(module, nn.Module):
         raise TypeError(f"[memory] module must be an nn.Module, got {module!r}")
     optimizers = _optimizers(optimizer)
+    with sharding_restored(module):
+        return _step_bytes(module, args, kwargs, optimizers, loss)
+
+
+def _step_bytes(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    optimizers: list[Optimizer],
+    loss: Callable[[Any], Tensor] | None,
+) -> StepBytes:
     inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     tensors = [*module.parameters(), *inputs]
     leaves = [
@@ -140,7 +153,7 @@ def step_bytes(
     def step(count: Callable[[], int]) -> _Marks:
         return _step(lambda: _loss_of(module(*args, **kwargs), loss), leaves, optimizers, count)
 
-    with _restored(module, leaves, optimizers), progress("bytes of a step", 2) as advance:
+    with restored(module, leaves, optimizers), progress("bytes of a step", 2) as advance:
         step(lambda: 0)
         advance()
         for tensor in leaves:
@@ -180,20 +193,20 @@ def _step(
 
     def note(tensor: Tensor) -> None:
         if tensor.grad is not None:
-            gradients.extend((count(), address) for address in _storages(tensor.grad))
+            gradients.extend((count(), address) for address in storages(tensor.grad))
 
     with ExitStack() as hooks:
         for tensor in leaves:
             hooks.callback(_hook_first(tensor, note))
         loss = forward()
         forward_end = count()
-        (address,) = _storages(loss)
+        (address,) = storages(loss)
         loss.backward()
     for tensor in leaves:
         note(tensor)
     for optimizer in optimizers:
         optimizer.step()
-    states = [(count(), state) for tensor in _states(optimizers) for state in _storages(tensor)]
+    states = [(count(), state) for tensor in _states(optimizers) for state in storages(tensor)]
     return _Marks(forward_end, (forward_end, address), gradients, states)
 
 
@@ -292,18 +305,6 @@ def _loss_of(output: Any, loss: Callable[[Any], Tensor] | None) -> Tensor:
     return found
 
 
-def _storages(tensor: Tensor) -> dict[int, int]:
-    """The bytes of its storages by address. A tensor of a subclass may have several."""
-    if hasattr(tensor, "__tensor_flatten__"):
-        names = tensor.__tensor_flatten__()[0]
-        found: dict[int, int] = {}
-        for name in names:
-            found |= _storages(getattr(tensor, name))
-        return found
-    storage = tensor.untyped_storage()
-    return {storage.data_ptr(): storage.nbytes()}
-
-
 def _states(optimizers: list[Optimizer]) -> list[Tensor]:
     leaves = tree_leaves([[dict(state) for state in o.state.values()] for o in optimizers])
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -325,14 +326,14 @@ def _before(
     found: dict[str, dict[int, int]] = {}
     for name, tensors in groups.items():
         here = [tensor for tensor in tensors if tensor.device == device]
-        storages = {k: v for tensor in here for k, v in _storages(tensor).items() if k not in seen}
-        seen |= storages.keys()
-        found[name] = storages
+        new = {k: v for tensor in here for k, v in storages(tensor).items() if k not in seen}
+        seen |= new.keys()
+        found[name] = new
     return found
 
 
 @contextmanager
-def _restored(
+def restored(
     module: nn.Module, leaves: list[Tensor], optimizers: list[Optimizer]
 ) -> Iterator[None]:
     """Leaves gradients, buffers, parameters, states of optimizers and random numbers afterwards as
@@ -347,6 +348,8 @@ def _restored(
         changed += leaves
     states = [_OptimizerState(optimizer) for optimizer in optimizers]
     changed += _states(optimizers)
+    # A DTensor changes on this rank, whatever the others do.
+    changed = [tensor.to_local() if is_dtensor(tensor) else tensor for tensor in changed]  # type: ignore[attr-defined]
     copies = [(tensor, tensor.detach().clone()) for tensor in changed]
     device = leaves[0].device if leaves else torch.device("cpu")
     devices = [device] if device.type == "cuda" else []

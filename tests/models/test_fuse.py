@@ -9,6 +9,7 @@ import pickle
 import traceback
 import weakref
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -28,6 +29,7 @@ from fuse_models import (
 )
 from helpers import html_cells
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import register_parametrization
 from torch.utils.checkpoint import checkpoint
 
 import transformer_ops as tops
@@ -177,6 +179,48 @@ def test_unfuse() -> None:
     assert type(model.layers[0]) is DecoderLayer and not report.rows
     assert vars(model.layers[0]).keys() == vars(plain.layers[0]).keys()
     assert all(map(torch.equal, results(plain), results(model)))
+
+
+class Doubled(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return 2 * weight
+
+
+def derived(module: nn.Module) -> None:
+    """Gives the module a class of its own, as many wrappers do."""
+
+    class Wrapped(type(module)):  # type: ignore[misc]
+        calls = 0
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            self.calls += 1
+            return super().forward(*args, **kwargs)
+
+        @property
+        def count(self) -> int:
+            return super().__getattribute__("calls")
+
+        @classmethod
+        def name(cls) -> str:
+            return super().__module__ + cls.__name__
+
+    module.__class__ = Wrapped
+
+
+def test_unfuse_leaves_what_others_added_to_the_class() -> None:
+    plain, model, _ = pair()
+    for one in (plain, model):
+        derived(one.layers[0])
+        for layer in one.layers:
+            register_parametrization(layer.mlp.up_proj, "weight", Doubled())
+    assert_same(plain, model)
+    tops.unfuse(model)
+    assert all(map(torch.equal, results(plain), results(model)))
+    first = model.layers[0]
+    assert first.count == plain.layers[0].count > 0 and first.name() == plain.layers[0].name()
+    assert [kind.__qualname__ for kind in type(first).__mro__] == [
+        kind.__qualname__ for kind in type(plain.layers[0]).__mro__
+    ]
 
 
 def test_unfused() -> None:

@@ -21,8 +21,15 @@ import transformers
 from fuse_models import fused_rules
 from ranks import group_of_ranks, spawn
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 import transformer_ops as tops
@@ -404,10 +411,82 @@ def _train(rank: int, folder: str) -> None:
             dist.barrier()
 
 
+def _local(tensor: Any) -> Tensor:
+    found: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return found
+
+
+def _same_steps(other: Any, model: Any, given: dict[str, Tensor]) -> None:
+    for one in (other, model):
+        one.zero_grad()
+        one(**given).loss.backward()
+    for want, found in zip(other.parameters(), model.parameters(), strict=True):
+        difference = _whole(found.grad) - _whole(want.grad)
+        assert difference.norm() <= 1e-5 * _whole(want.grad).norm() + 1e-7
+
+
 def _shard(model: Any) -> nn.Module:
     for layer in model.model.layers:
         fully_shard(layer)
     return fully_shard(model)
+
+
+def _plan(model: Any) -> None:
+    """Tensor parallelism of its feed-forwards."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    rows = {"gate_proj": ColwiseParallel(), "up_proj": ColwiseParallel()}
+    for layer in model.model.layers:
+        parallelize_module(layer.mlp, mesh, {**rows, "down_proj": RowwiseParallel()})
+
+
+def _report(rank: int, folder: str) -> None:
+    with group_of_ranks(rank, 2, folder):
+        tokens = torch.randint(0, 64, (2, 8), generator=torch.Generator().manual_seed(0))
+        given = {"input_ids": tokens, "labels": tokens}
+        whole = llama()
+        wanted, _ = tops.fuse(whole).saved_bytes(**given)
+        for kind, split in (("FSDP2", _shard), ("tensor parallel", _plan)):
+            other, model = llama(), llama()
+            report = tops.fuse(model)
+            for one in (other, model):
+                split(one)
+                one(**given).loss.backward()
+            for root_is_gathered in (False, True):
+                if root_is_gathered and kind == "FSDP2":
+                    model.unshard()
+                before = [(id(p), p.grad) for p in model.parameters()]
+
+                def fail(output: Any) -> Tensor:
+                    raise ArithmeticError("the loss")
+
+                with pytest.raises(ArithmeticError, match="the loss"):
+                    report.step(**given, loss=fail)
+                optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+                found = report.step(**given, optimizer=optimizer)
+                local = sum(_local(p).nbytes for p in other.parameters())
+                buffers = sum(b.nbytes for b in model.buffers())
+                assert found.after.parameters == local + buffers, kind
+                if kind == "FSDP2":
+                    assert report.saved_bytes(**given)[0] == wanted, report.layers(**given)
+                assert report.layers(**given).after == report.saved_bytes(**given)[1] > 0
+                with pytest.raises(ValueError, match="input_ids"):
+                    report.saved_bytes(input_ids=None)
+                after = [(id(p), p.grad) for p in model.parameters()]
+                assert all(
+                    a[0] == b[0] and a[1] is b[1] for a, b in zip(before, after, strict=True)
+                )
+            _same_steps(other, model, given)
+            tops.unfuse(model)
+            if kind == "FSDP2":
+                sharded = [isinstance(inner, FSDPModule) for inner in other.modules()]
+                assert [isinstance(inner, FSDPModule) for inner in model.modules()] == sharded
+            assert not any(hasattr(inner, "_tops_base") for inner in model.modules())
+            _same_steps(other, model, given)
+            dist.barrier()
+
+
+def test_reports_and_unfuse_of_split_models(tmp_path: Path) -> None:
+    spawn(_report, str(tmp_path), ranks=2)
 
 
 def test_two_processes(tmp_path: Path) -> None:

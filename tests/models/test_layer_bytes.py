@@ -73,3 +73,34 @@ def test_layers_are_items_of_lists_of_one_class() -> None:
     report = tops.fuse(model)
     rows = report.layers(torch.randn(4, 8, requires_grad=True)).rows
     assert [row.path for row in rows] == ["0.0", "0.1", "1"]
+
+
+class Stateful(nn.Module):
+    """A quantized weight, a dropout and statistics; it fails where it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with tops.quantized_model_init(recipe=tops.recipe.Float8CurrentScaling()):
+            self.up = tops.Linear(16, 32)
+        self.norm, self.drop = nn.BatchNorm1d(32), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor, fails: bool = False) -> Tensor:
+        y: Tensor = self.drop(self.norm(self.up(x)))
+        assert not fails, "told to"
+        return y
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_report_leaves_the_model_as_it_found_it(fails: bool) -> None:
+    model, x = Stateful(), torch.randn(8, 16)
+    report = tops.fuse(model)
+    before = [tensor.clone() for tensor in (*model.buffers(), torch.get_rng_state())]
+    if fails:
+        for look in (report.saved_bytes, report.layers, report.step):
+            with pytest.raises(AssertionError, match="told to"):
+                look(x, fails=True)
+    else:
+        # The input, the output of each module but the last, two statistics, and the mask.
+        assert report.saved_bytes(x)[1] == report.layers(x).after > 2 * 8 * 32 * 4
+        assert report.step(x, loss=Tensor.sum).after.parameters > 0
+    assert all(map(torch.equal, before, (*model.buffers(), torch.get_rng_state())))

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..step_bytes import size_text
+from ..sharding import is_gathered, sharding_restored, storages
+from ..step_bytes import restored, size_text
 from ..svg import Canvas, save_svg
 from ..tables import html_table
 from .fused_class import FusedModule
@@ -124,27 +125,38 @@ def _short(path: str, length: int) -> str:
 def bytes_by_layer(model: nn.Module, args: Any, kwargs: Any) -> dict[str, int]:
     """Runs the model, and counts the storages that it saves for backward: each once, for the layer
     that saves it first, without parameters."""
-    own = {tensor.untyped_storage().data_ptr() for tensor in model.parameters()}
+    own: set[int] = set()
+    gathers = is_gathered(model)
     sizes = {_layer_of(model, path): 0 for path, _ in model.named_modules()}
     seen: set[int] = set()
     kept: list[Tensor] = []  # so that no address is used twice
     path = [""]
 
     def pack(tensor: Tensor) -> Tensor:
-        address = tensor.untyped_storage().data_ptr()
-        if address not in own and address not in seen:
-            seen.add(address)
+        nonlocal own
+        if gathers or not own:  # what FSDP2 has gathered at the moment is among the parameters
+            own = _addresses(model)
+        found = storages(tensor)
+        new = found.keys() - own - seen
+        if new:
+            seen.update(new)
             kept.append(tensor)
-            sizes[_layer_of(model, path[-1])] += tensor.untyped_storage().nbytes()
+            sizes[_layer_of(model, path[-1])] += sum(found[address] for address in new)
         return tensor
 
     with (
+        sharding_restored(model),
+        restored(model, list(model.parameters()), []),
         _calls(model, path),
         torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
     ):
         output = model(*args, **kwargs)
     del output
     return sizes
+
+
+def _addresses(model: nn.Module) -> set[int]:
+    return {address for tensor in model.parameters() for address in storages(tensor)}
 
 
 @contextmanager

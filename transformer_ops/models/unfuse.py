@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import types
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from torch import nn
 
@@ -14,12 +17,61 @@ __all__ = ["unfuse", "unfused"]
 
 
 def unfuse(model: nn.Module) -> None:
-    """Takes `fuse` back: each module has its own class again."""
+    """Takes `fuse` back: each module has its own class again. What others have derived from the
+    fused class since, such as FSDP2 or `parametrize`, stays."""
+    known: dict[type[Any], type[Any]] = {}
     for module in list(model.modules()):
         if isinstance(module, FusedModule):
+            kind = _without_ops(type(module), known)
             for name in (REGIONS, IS_OFF, RECOMPUTE):
                 module.__dict__.pop(name, None)
-            module.__class__ = module._tops_base  # type: ignore[assignment]
+            module.__class__ = kind
+
+
+def _without_ops(kind: type[Any], known: dict[type[Any], type[Any]]) -> type[Any]:
+    """The class itself, or one that is derived from the base of the fused class in its place."""
+    if "_tops_base" in vars(kind):
+        base: type[Any] = kind._tops_base
+        return base
+    if not issubclass(kind, FusedModule):
+        return kind
+    if kind not in known:
+        bases = tuple(_without_ops(base, known) for base in kind.__bases__)
+        names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+        made = known[kind] = type(kind)(kind.__name__, bases, names)
+        for name, value in vars(kind).items():
+            if name not in ("__dict__", "__weakref__"):
+                setattr(made, name, _moved(value, kind, made))
+    return known[kind]
+
+
+def _moved(value: Any, kind: type[Any], made: type[Any]) -> Any:
+    """An attribute of a class for another one. The class that methods refer to, as `super()` does,
+    is the other one."""
+    if isinstance(value, classmethod | staticmethod):
+        return type(value)(_moved(value.__func__, kind, made))
+    if isinstance(value, property):
+        return property(
+            *(_moved(part, kind, made) for part in (value.fget, value.fset, value.fdel))
+        )
+    if not isinstance(value, types.FunctionType):
+        return value
+    cells = value.__closure__ or ()
+    if not any(_refers_to(cell, kind) for cell in cells):
+        return value
+    closure = tuple(types.CellType(made) if _refers_to(cell, kind) else cell for cell in cells)
+    moved = types.FunctionType(
+        value.__code__, value.__globals__, value.__name__, value.__defaults__, closure
+    )
+    moved.__kwdefaults__ = value.__kwdefaults__
+    return functools.update_wrapper(moved, value)
+
+
+def _refers_to(cell: types.CellType, kind: type[Any]) -> bool:
+    try:
+        return cell.cell_contents is kind
+    except ValueError:  # a variable that has no value yet
+        return False
 
 
 @contextmanager
