@@ -30,6 +30,7 @@ from .op.hooks import has_hooks
 from .op.in_place import check_in_place
 from .op.names import OpName, WantedInputs, names_of, wanted_inputs
 from .op.observers import Observer
+from .op.ops import Ops
 from .op.tensor_parallel import check_columns, is_dtensor, local_parameters, local_sizes
 from .plan.explain.explanation import Explanation
 from .plan.explain.summary import Group, describe
@@ -82,7 +83,9 @@ class OperationFuser(Observer):
         _channels: Channels | None = None,
         _names: Sequence[OpName] | None = None,
     ) -> None:
-        self._ops = _check_ops(ops)
+        self._ops: Any = _check_ops(ops)  # an Ops, if one of them owns this
+        if _own:
+            self._ops = Ops(self._ops, self._ops[0])
         self._policies = Policies(recompute, saved, saved_inputs).checked("OperationFuser")
         # True for the group of one op that its `forward` runs: hooks around the op have already
         # run.
@@ -95,8 +98,12 @@ class OperationFuser(Observer):
         # the state, and what it was computed for
         self._shared: tuple[tuple[int, bool], str] | None = None
         self._guard_group: guard_groups.GuardGroup | None = None
-        self._basic_ops: list[BasicOperation] = [b for op in self._ops for b in op.basic_ops]
+        self._basic_ops: Any = self._find_basic_ops()
         self._capture()
+
+    def _find_basic_ops(self) -> Ops:
+        found = [basic for op in self._ops for basic in op.basic_ops]
+        return Ops(found, self._ops[0] if self._own else None)
 
     def _capture(self) -> None:
         """Captures the ops as they are now."""
@@ -118,14 +125,15 @@ class OperationFuser(Observer):
             (i, name) for i, op in enumerate(self._ops) for name in op._absent_parameters()
         )
         self._guards = guards_of(self._basic_ops)
+        basic_ops, op_names = self._basic_ops, self._names
         self._group = _C.Group(
             [self._describe(i) for i in range(len(self._basic_ops))],
             places,
-            self._basic_ops,
+            list(basic_ops),
             self._members,
             [(self._ops[i], name) for i, name in self._absent],
             self._guards,
-            lambda: Session(self._basic_ops, self._names),
+            lambda: Session(basic_ops, op_names),
             self._policies,
         )
         # For each extra input from the caller: may it be None?
@@ -180,7 +188,7 @@ class OperationFuser(Observer):
             for op in self._basic_ops:
                 op._make_groups_stale()
         if self._is_stale and self._given_channels is None:
-            self._basic_ops = [b for op in self._ops for b in op.basic_ops]
+            self._basic_ops = self._find_basic_ops()
             self._capture()
 
     def _route(self) -> Channels:
@@ -216,7 +224,7 @@ class OperationFuser(Observer):
 
     def __getstate__(self) -> dict[str, Any]:
         names = ("_ops", "_policies", "_own", "_given_channels", "_given_names")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in names} | {"_ops": list(self._ops)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(  # type: ignore[misc]

@@ -100,10 +100,20 @@ std::vector<StepGroup> rewrite_groups_from_python(const py::list& list,
   return groups;
 }
 
-// `module`: its __dict__ if that has the flag.
-bool is_training(const py::object& module) {
+py::object alive(const py::weakref& reference) {
+  py::object found = reference();
+  TORCH_CHECK(!found.is_none(), "[OperationFuser] ops must exist, got a freed one");
+  return found;
+}
+
+bool is_training(const py::object& module, bool is_computed) {
   static PyObject* const training = PyUnicode_InternFromString("training");
-  if (PyDict_CheckExact(module.ptr())) return PyDict_GetItem(module.ptr(), training) == Py_True;
+  if (!is_computed) {
+    const auto own =
+        py::reinterpret_steal<py::object>(PyObject_GenericGetDict(module.ptr(), nullptr));
+    if (!own) throw py::error_already_set();
+    return PyDict_GetItem(own.ptr(), training) == Py_True;
+  }
   const auto found = py::reinterpret_steal<py::object>(PyObject_GetAttr(module.ptr(), training));
   if (!found) throw py::error_already_set();
   return PyObject_IsTrue(found.ptr()) == 1;
@@ -131,13 +141,12 @@ Group::Group(const py::list& ops, const py::list& places, const py::list& module
       new_session_(std::move(new_session)) {
   for (const auto& row : absent) {
     const auto pair = py::cast<py::tuple>(row);
-    absent_.push_back({pair[0], pair[0].attr("_parameters"), py::str(pair[1])});
+    absent_.push_back({py::weakref(pair[0]), pair[0].attr("_parameters"), py::str(pair[1])});
   }
   for (const auto& module : modules) {
-    const py::object& owner = owners_.emplace_back(module.attr("_parameter_owner"));
-    // A class may compute the flag.
-    const bool is_computed = py::hasattr(py::type::of(owner), "training");
-    modules_.push_back(is_computed ? owner : py::object(owner.attr("__dict__")));
+    const py::object owner = module.attr("_parameter_owner");
+    owners_.emplace_back(owner);
+    computes_training_.push_back(py::hasattr(py::type::of(owner), "training"));
   }
   for (const auto& module : hooked) {
     for (const char* name :
@@ -146,7 +155,7 @@ Group::Group(const py::list& ops, const py::list& places, const py::list& module
     }
   }
   if (!guards_.is_none()) borrowed_ = guards_.cast<const Guards*>();
-  training_.assign(modules_.size(), false);
+  training_.assign(owners_.size(), false);
 }
 
 std::vector<OpNode> Group::take_ops(const py::list& ops, const py::list& places) {
@@ -159,12 +168,12 @@ std::vector<OpNode> Group::take_ops(const py::list& ops, const py::list& places)
       if (py::isinstance<py::int_>(pair[1])) {
         const size_t count = pair[1].cast<size_t>();
         op.parameters = numbered_names(count);
-        places_.push_back({pair[0], py::none(), py::str(""), count});
+        places_.push_back({py::weakref(pair[0]), py::none(), py::str(""), count});
         continue;
       }
       const std::string name = pair[2].cast<std::string>();
       op.parameters.push_back(name);
-      places_.push_back({.owner = pair[0],
+      places_.push_back({.owner = py::weakref(pair[0]),
                          .parameters = pair[0].attr("_parameters"),
                          .name = py::str(pair[1]),
                          .is_optional = declaration(op.kind).is_optional(name)});
@@ -184,8 +193,8 @@ bool Group::must_look() const {
 void Group::check_absent() const {
   for (const auto& place : absent_) {
     const PyObject* found = PyDict_GetItem(place.parameters.ptr(), place.name.ptr());
-    TORCH_CHECK(found == nullptr || found == Py_None, "[", Py_TYPE(place.owner.ptr())->tp_name,
-                "] ", std::string(place.name),
+    TORCH_CHECK(found == nullptr || found == Py_None, "[",
+                Py_TYPE(alive(place.owner).ptr())->tp_name, "] ", std::string(place.name),
                 " must be assigned to the module after a call without one, ",
                 "got a tensor that was put in its place (torch.func.functional_call)");
   }
@@ -220,7 +229,7 @@ bool Group::gather(PyObject* const* arguments, Py_ssize_t count, PyObject* param
   }
   for (const auto& place : places_) {
     if (place.parameters.is_none()) {
-      const auto found = py::cast<py::sequence>(place.owner.attr("_parameter_tensors")());
+      const auto found = py::cast<py::sequence>(alive(place.owner).attr("_parameter_tensors")());
       if (found.size() != place.count) return false;
       for (const auto& tensor : found) {
         if (!is_plain_tensor(tensor.ptr())) return false;
@@ -232,7 +241,7 @@ bool Group::gather(PyObject* const* arguments, Py_ssize_t count, PyObject* param
     py::object attribute;
     if (found == nullptr) {
       // The parameter is parametrized, or was replaced by a plain tensor.
-      attribute = place.owner.attr(place.name);
+      attribute = alive(place.owner).attr(place.name);
       found = attribute.ptr();
     }
     if (found == Py_None && place.is_optional) {
@@ -241,7 +250,7 @@ bool Group::gather(PyObject* const* arguments, Py_ssize_t count, PyObject* param
     }
     py::object local;
     if (is_distributed(found)) {
-      local = local_parameter(place.owner, place.name, found);
+      local = local_parameter(alive(place.owner), place.name, found);
       found = local.ptr();
     }
     if (!add_parameter(found, call)) return false;
@@ -253,7 +262,7 @@ void Group::add_states(const PlanEntry& entry, Tensors& tensors) const {
   const std::vector<Value>& states = entry.plan.states;
   py::object attributes;
   for (size_t i = 0; i < states.size(); ++i) {
-    const py::object& owner = owners_[states[i].op];
+    const py::object owner = alive(owners_[states[i].op]);
     if (i == 0 || states[i].op != states[i - 1].op) attributes = state_of_call(owner);
     PyObject* const found = PyDict_GetItemWithError(attributes.ptr(), entry.state_names[i].ptr());
     if (found == nullptr && PyErr_Occurred() != nullptr) throw py::error_already_set();
@@ -286,7 +295,9 @@ py::list Group::last_inputs() const {
 }
 
 void Group::write_key(const Gathered& call, const Recipe* recipe) {
-  for (const int op : pipeline_.ask_training()) training_[op] = is_training(modules_[op]);
+  for (const int op : pipeline_.ask_training()) {
+    training_[op] = is_training(alive(owners_[op]), computes_training_[op]);
+  }
   pipeline_.write_key(call.tensors, training_, recipe, scratch_key_);
   for (const QuantizedParameter& row : call.quantized) {
     scratch_key_.tensors[row.position].format = row.format;
@@ -431,15 +442,11 @@ PyObject* Group::call(PyObject* const* arguments, Py_ssize_t count, PyObject* kw
 
 int Group::traverse(visitproc visit, void* arg) const {
   for (const auto& place : places_) {
-    Py_VISIT(place.owner.ptr());
     Py_VISIT(place.parameters.ptr());
   }
   for (const auto& place : absent_) {
-    Py_VISIT(place.owner.ptr());
     Py_VISIT(place.parameters.ptr());
   }
-  for (const auto& owner : owners_) Py_VISIT(owner.ptr());
-  for (const auto& module : modules_) Py_VISIT(module.ptr());
   for (const auto& dict : hook_dicts_) Py_VISIT(dict.ptr());
   Py_VISIT(guards_.ptr());
   Py_VISIT(new_session_.ptr());
@@ -465,7 +472,6 @@ void Group::clear() {
   const auto places = std::exchange(places_, {});
   const auto owners = std::exchange(owners_, {});
   const auto absent = std::exchange(absent_, {});
-  const auto modules = std::exchange(modules_, {});
   const auto hook_dicts = std::exchange(hook_dicts_, {});
   borrowed_ = nullptr;
   const auto guards = std::exchange(guards_, py::none());

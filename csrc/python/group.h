@@ -30,7 +30,7 @@ struct PlanEntry : CachedPlan {
 // The place where a parameter is looked up at every call: `_parameters` of its owner, or a
 // property. A Python op without such a dict lists its `count` parameters itself.
 struct ParameterPlace {
-  py::object owner;
+  py::weakref owner;
   py::object parameters;  // the owner's dict
   py::str name;
   size_t count = 1;
@@ -45,7 +45,8 @@ struct TensorShape {
   at::ScalarType dtype;
 };
 
-// The ops of one group with their modules, and the eager call.
+// The ops of one group, and the eager call. The group does not keep modules alive: an op owns the
+// group that runs it alone.
 class Group : private PlanHost {
  public:
   // ops: (kind, attributes, native, sources, visible) each
@@ -112,10 +113,10 @@ class Group : private PlanHost {
   void add_states(const PlanEntry& entry, Tensors& tensors) const;
 
   std::vector<ParameterPlace> places_;
-  std::vector<py::object> owners_;  // of each op's parameters and states
+  std::vector<py::weakref> owners_;  // of each op's parameters and states
   Pipeline pipeline_;
   std::vector<ParameterPlace> absent_;
-  std::vector<py::object> modules_;
+  std::vector<bool> computes_training_;  // for each op: does the owner's class compute the flag?
   std::vector<py::object> hook_dicts_;
   py::object guards_;  // owns the next member
   const Guards* borrowed_ = nullptr;

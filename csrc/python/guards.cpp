@@ -12,8 +12,8 @@ namespace transformer_ops::python {
 namespace {
 
 // Returns a borrowed reference; null if the key is absent.
-PyObject* value_of(const py::object& dict, const py::str& key) {
-  PyObject* const found = PyDict_GetItemWithError(dict.ptr(), key.ptr());
+PyObject* value_of(PyObject* dict, const py::str& key) {
+  PyObject* const found = PyDict_GetItemWithError(dict, key.ptr());
   if (found == nullptr && PyErr_Occurred() != nullptr) throw py::error_already_set();
   return found;
 }
@@ -29,13 +29,13 @@ Py_ssize_t size_of(PyObject* found) {
 }
 
 // Returns a borrowed reference, found without running code of the class; null if there is none.
-PyObject* class_attribute_of(const py::object& type, const py::str& name) {
-  return _PyType_Lookup(reinterpret_cast<PyTypeObject*>(type.ptr()), name.ptr());
+PyObject* class_attribute_of(PyObject* type, const py::str& name) {
+  return _PyType_Lookup(reinterpret_cast<PyTypeObject*>(type), name.ptr());
 }
 
 // Returns null if the object has no such attribute.
-py::object attribute_of(const py::object& object, const py::str& name) {
-  PyObject* const found = PyObject_GetAttr(object.ptr(), name.ptr());
+py::object attribute_of(PyObject* object, const py::str& name) {
+  PyObject* const found = PyObject_GetAttr(object, name.ptr());
   if (found == nullptr) {
     if (PyErr_ExceptionMatches(PyExc_AttributeError) == 0) throw py::error_already_set();
     PyErr_Clear();
@@ -92,40 +92,49 @@ int clear_guards(PyObject* self) {
 
 }  // namespace
 
+Guards::Guards(const py::object& owner) : owner_(py::weakref(owner)) {}
+
+py::object Guards::stored(const py::object& object) const {
+  if (!owner_) return object;
+  const py::object owner = (*owner_)();
+  if (object.is(owner)) return {};
+  return object.is(owner.attr("__dict__")) ? py::none() : object;
+}
+
 void Guards::add_type(const py::object& object, std::string text) {
   auto type = py::reinterpret_borrow<py::object>(type_of(object.ptr()));
-  add({Kind::Type, object, {}, std::move(type), 0, std::move(text)});
+  add({Kind::Type, stored(object), {}, std::move(type), 0, std::move(text)});
 }
 
 void Guards::add_attribute(const py::object& object, const py::str& name, std::string text) {
-  py::object value = attribute_of(object, name);
-  add({Kind::Attribute, object, name, std::move(value), 0, std::move(text)});
+  py::object value = attribute_of(object.ptr(), name);
+  add({Kind::Attribute, stored(object), name, std::move(value), 0, std::move(text)});
 }
 
 void Guards::add_class_attribute(const py::type& type, const py::str& name, std::string text) {
-  auto value = py::reinterpret_borrow<py::object>(class_attribute_of(type, name));
+  auto value = py::reinterpret_borrow<py::object>(class_attribute_of(type.ptr(), name));
   add({Kind::ClassAttribute, type, name, std::move(value), 0, std::move(text)});
 }
 
 void Guards::add_value(const py::dict& dict, const py::str& key, std::string text) {
-  auto value = py::reinterpret_borrow<py::object>(value_of(dict, key));
-  add({Kind::Value, dict, key, std::move(value), 0, std::move(text)});
+  auto value = py::reinterpret_borrow<py::object>(value_of(dict.ptr(), key));
+  add({Kind::Value, stored(dict), key, std::move(value), 0, std::move(text)});
 }
 
 void Guards::add_type_of_value(const py::dict& dict, const py::str& key, std::string text) {
-  auto type = py::reinterpret_borrow<py::object>(type_of(value_of(dict, key)));
-  add({Kind::TypeOfValue, dict, key, std::move(type), 0, std::move(text)});
+  auto type = py::reinterpret_borrow<py::object>(type_of(value_of(dict.ptr(), key)));
+  add({Kind::TypeOfValue, stored(dict), key, std::move(type), 0, std::move(text)});
 }
 
 void Guards::add_shape(const py::dict& dict, const py::str& key, std::string text) {
-  Condition added{Kind::Shape, dict, key, {}, 0, std::move(text)};
-  added.shape = shape_of(value_of(dict, key));
+  Condition added{Kind::Shape, stored(dict), key, {}, 0, std::move(text)};
+  added.shape = shape_of(value_of(dict.ptr(), key));
   add(std::move(added));
 }
 
 void Guards::add_size(const py::dict& dict, const py::str& key, std::string text) {
-  const Py_ssize_t size = size_of(value_of(dict, key));
-  add({Kind::Size, dict, key, {}, size, std::move(text)});
+  const Py_ssize_t size = size_of(value_of(dict.ptr(), key));
+  add({Kind::Size, stored(dict), key, {}, size, std::move(text)});
 }
 
 void Guards::add(Condition condition) {
@@ -134,11 +143,12 @@ void Guards::add(Condition condition) {
   if (is_new) conditions_.push_back(std::move(condition));
 }
 
-bool Guards::holds(const Condition& condition) {
-  const auto& [kind, object, key, expected, size, text, shape] = condition;
+bool Guards::holds(const Condition& condition, PyObject* owner, PyObject* own) {
+  const auto& [kind, stored, key, expected, size, text, shape] = condition;
+  PyObject* const object = stored ? stored.is_none() ? own : stored.ptr() : owner;
   switch (kind) {
     case Kind::Type:
-      return type_of(object.ptr()) == expected.ptr();
+      return type_of(object) == expected.ptr();
     case Kind::Attribute:
       return is_same(attribute_of(object, key).ptr(), expected.ptr());
     case Kind::ClassAttribute:
@@ -156,8 +166,14 @@ bool Guards::holds(const Condition& condition) {
 }
 
 const std::string* Guards::broken() const {
+  py::object owner, own;
+  if (owner_) {
+    owner = (*owner_)();
+    own = py::reinterpret_steal<py::object>(PyObject_GenericGetDict(owner.ptr(), nullptr));
+    if (!own) throw py::error_already_set();
+  }
   for (const Condition& condition : conditions_) {
-    if (!holds(condition)) return &condition.text;
+    if (!holds(condition, owner.ptr(), own.ptr())) return &condition.text;
   }
   return nullptr;
 }
@@ -179,6 +195,7 @@ void bind_guards(py::module_& module) {
   py::class_<Guards, std::shared_ptr<Guards>>(module, "Guards",
                                               py::custom_type_setup(make_collectable))
       .def(py::init<>())
+      .def(py::init<py::object>())
       .def("add_type", &Guards::add_type)
       .def("add_attribute", &Guards::add_attribute)
       .def("add_class_attribute", &Guards::add_class_attribute)

@@ -18,6 +18,10 @@ namespace py = pybind11;
 // true.
 class Guards {
  public:
+  Guards() = default;
+  // The guards do not keep this module alive, which owns them.
+  explicit Guards(const py::object& owner);
+
   // The class of an object must be the same.
   void add_type(const py::object& object, std::string text);
   // The attribute of that name, which may be absent, must be the same object, or an equal number,
@@ -62,7 +66,11 @@ class Guards {
 
   // Does nothing for a condition that is there.
   void add(Condition condition);
-  static bool holds(const Condition& condition);
+  // What a condition stores for the owner and for its __dict__: null, and None.
+  py::object stored(const py::object& object) const;
+  static bool holds(const Condition& condition, PyObject* owner, PyObject* own);
+
+  std::optional<py::weakref> owner_;
 
   std::vector<Condition> conditions_;
   std::set<std::tuple<Kind, const PyObject*, Py_ssize_t>> known_;  // by kind, object and key

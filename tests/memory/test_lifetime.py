@@ -6,10 +6,12 @@ import copy
 import gc
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
+from op_cases import CASES, NAMES
 from torch import nn
 
 import transformer_ops as tops
@@ -76,6 +78,42 @@ def resident_bytes() -> int:
 def is_freed(reference: weakref.ref[nn.Module]) -> bool:
     gc.collect()
     return reference() is None
+
+
+@contextmanager
+def freed_at_once(module: nn.Module) -> Iterator[None]:
+    """At the end of the block, whose end must drop the last reference, no part is alive. The
+    collector does not run."""
+    parts = {name: weakref.ref(part) for name, part in module.named_modules()}
+    parts |= {f"parameter {name}": weakref.ref(p) for name, p in module.named_parameters()}
+    del module
+    gc.disable()
+    try:
+        yield
+        assert not [name for name, part in parts.items() if part() is not None]
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("case", CASES, ids=NAMES)
+def test_an_op_is_freed_with_its_last_reference(case):
+    for calls in range(3):
+        module, found = case.make(), None
+        with freed_at_once(module):
+            for _ in range(calls):
+                found = module(*case.inputs())
+                found = found if isinstance(found, tuple) else (found,)
+                sum(one.sum() for one in found if one.requires_grad).backward()
+            del module, found
+
+
+@pytest.mark.parametrize("make", MODULES.values(), ids=MODULES)
+def test_a_sequential_is_freed_with_its_last_reference(make):
+    module = make()
+    with freed_at_once(module):
+        train(module)
+        look_at(module)
+        del module
 
 
 @pytest.mark.parametrize("make", MODULES.values(), ids=MODULES)

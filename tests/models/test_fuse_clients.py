@@ -451,6 +451,7 @@ def _report(rank: int, folder: str) -> None:
             for one in (other, model):
                 split(one)
                 one(**given).loss.backward()
+            optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
             for root_is_gathered in (False, True):
                 if root_is_gathered and kind == "FSDP2":
                     model.unshard()
@@ -461,7 +462,6 @@ def _report(rank: int, folder: str) -> None:
 
                 with pytest.raises(ArithmeticError, match="the loss"):
                     report.step(**given, loss=fail)
-                optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
                 found = report.step(**given, optimizer=optimizer)
                 local = sum(_local(p).nbytes for p in other.parameters())
                 buffers = sum(b.nbytes for b in model.buffers())
@@ -475,6 +475,8 @@ def _report(rank: int, folder: str) -> None:
                 assert all(
                     a[0] == b[0] and a[1] is b[1] for a, b in zip(before, after, strict=True)
                 )
+            if kind == "FSDP2":
+                model.reshard()
             _same_steps(other, model, given)
             tops.unfuse(model)
             if kind == "FSDP2":

@@ -13,6 +13,7 @@ from ..op.base import BasicOperation, FusibleOperation
 from ..op.checks import DTYPES
 from ..op.fused import FusedOperation
 from ..op.names import OpName
+from ..op.ops import Ops
 from . import registry
 
 # (first op, count, number of the Python object or None, name, made by a native rule?, joint?)
@@ -39,12 +40,12 @@ class PlanningSession:
     """The Python objects of one plan. Numbers below len(basic_ops) are basic ops; fused ops
     follow."""
 
-    def __init__(self, basic_ops: list[BasicOperation], names: Sequence[OpName]) -> None:
+    def __init__(self, basic_ops: Ops, names: Sequence[OpName]) -> None:
         for op, name in zip(basic_ops, names, strict=True):
             _check_dtypes(op, name)
         self.basic_ops = basic_ops
         self.names = names
-        self.python_ops: list[FusibleOperation] = list(basic_ops)
+        self.python_ops = basic_ops.copy()
         # The fusion that made a fused op, by the number of the op.
         self.made_by: dict[int, registry.FusionHandle] = {}
         # The functions without a pattern that changed no list of this plan.

@@ -62,9 +62,10 @@ _OF_MODULE = vars(nn.Module()).keys() | {"forward", REGIONS, IS_OFF, RECOMPUTE}
 class State:
     """What statements read and call, and what runs then: ops, or the statements."""
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self.guards = _C.Guards()
-        self.modules = list(map(id, modules))
+    def __init__(self, module: nn.Module | None = None, parts: Sequence[nn.Module] = ()) -> None:
+        # The module owns them.
+        self.guards = _C.Guards() if module is None else _C.Guards(module)
+        self.modules = list(map(id, parts))
         self.sequential: Sequential | None = None
         self.reason = "not called yet"
         # With attention, the ops for each choice of its calls.
@@ -80,7 +81,7 @@ class State:
         return self.widths is None or self.widths.fit(input, others)
 
 
-_NO_STATE = State([])
+_NO_STATE = State()
 
 
 class Region:
@@ -152,7 +153,7 @@ class Region:
     def _close(self, module: nn.Module, reason: str) -> None:
         """From now on the statements run, until other modules take the place of these."""
         self.forget()
-        self.state = State([])
+        self.state = State()
         self.state.reason = reason
         self._closed = _C.Guards()
         for part in _unique(self.parts(module)):
@@ -209,16 +210,16 @@ class Region:
 
     def _look(self, module: nn.Module) -> None:
         """Makes the ops, or says why there are none; and what either takes for granted."""
-        modules = [module, *_unique(self.parts(module))]
-        state = State(modules)
+        parts = _unique(self.parts(module))
+        state = State(module, parts)
         ops: Sequence[nn.Module] = ()
         try:
             ops = self._make_watched(state.guards, module)
-            _leave_guards_to_region(ops, modules)
+            _leave_guards_to_region(ops, [module, *parts])
             state.sequential = _sequential_of(module, ops)
             state.attention = attention_in(ops)
             state.widths = widths_of(ops)
-            state.captures = [found for one in modules[1:] if (found := captures_of(one))]
+            state.captures = [found for one in parts if (found := captures_of(one))]
             state.reason = ""
         except FuseSkip as skip:
             state.reason = str(skip)
@@ -306,6 +307,7 @@ class Region:
         for basic in _borrowed(ops):
             if module in basic._owners():
                 basic.__dict__["_is_called"] = False
+                basic._let_go_of(module)
                 obstacle = basic._obstacle()
                 if obstacle is not None:
                     raise FuseSkip(obstacle)

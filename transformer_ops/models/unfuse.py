@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -39,8 +40,12 @@ def _without_ops(kind: type[Any], known: dict[type[Any], type[Any]]) -> type[Any
         bases = tuple(_without_ops(base, known) for base in kind.__bases__)
         names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
         made = known[kind] = type(kind)(kind.__name__, bases, names)
+        fused = next(one for one in kind.__mro__ if "_tops_base" in vars(one))
+        ours = [inspect.unwrap(method) for method in map(vars(fused).get, fused._tops_methods)]
         for name, value in vars(kind).items():
-            if name not in ("__dict__", "__weakref__"):
+            # A base class may have wrapped our forward for its subclass, as it has its own now.
+            is_ours = callable(value) and inspect.unwrap(value) in ours
+            if name not in ("__dict__", "__weakref__") and not is_ours:
                 setattr(made, name, _moved(value, kind, made))
     return known[kind]
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -14,15 +15,40 @@ from .observers import ObservedMixin
 class View(BasicOperation):
     """A basic op without state: everything is looked up on its owner when it is needed."""
 
+    # Whether the owner holds the view, which then must not keep the owner alive.
+    _is_part: ClassVar[bool] = False
+
     def __init__(self, owner: nn.Module) -> None:
         BasicOperation.__init__(self)
         # This bypasses nn.Module, which would register the owner as a submodule of its own part.
-        self.__dict__["_owner"] = owner
+        self.__dict__["_owner"] = weakref.ref(owner) if self._is_part else owner
 
     @property
     def _parameter_owner(self) -> nn.Module:
-        owner: nn.Module = self.__dict__["_owner"]
-        return owner
+        owner: Any = self.__dict__["_owner"]
+        if not isinstance(owner, weakref.ref):
+            return owner  # type: ignore[no-any-return]
+        found: nn.Module | None = owner()
+        if found is None:
+            raise RuntimeError(f"[{self._kind}] owner must exist, got a part of a freed module")
+        return found
+
+    def _is_view_of(self, module: nn.Module) -> bool:
+        owner = self.__dict__["_owner"]
+        return (owner() if isinstance(owner, weakref.ref) else owner) is module
+
+    def _let_go_of(self, module: nn.Module) -> None:
+        """From now on the view does not keep this owner alive."""
+        if self._is_view_of(module):
+            self.__dict__["_owner"] = weakref.ref(module)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_owner": self._parameter_owner}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if self._is_part:
+            self.__dict__["_owner"] = weakref.ref(state["_owner"])
 
     @property
     def training(self) -> bool:

@@ -12,7 +12,6 @@ from typing import Any
 
 from ..op.base import BasicOperation
 from ..op.process_group import Ranks, find_group, group_name, ranks_of
-from ..op.tensor_parallel import SplitProductMixin
 from ..op.view import View
 
 __all__ = ["AllGather", "AllReduce", "ReduceScatter"]
@@ -101,12 +100,14 @@ class ReduceGradient(Collective, kind="ReduceGradient"):
 class _SplitView(View):
     """A collective among the group of its owner."""
 
+    _is_part = True
+
     def _name_of_group(self) -> str | None:
-        name: str | None = self.__dict__["_owner"]._group_name
+        name: str | None = self._parameter_owner._group_name  # type: ignore[assignment]
         return name
 
     def _ranks(self) -> Ranks:
-        owner: SplitProductMixin = self.__dict__["_owner"]
+        owner: Any = self._parameter_owner
         ranks = ranks_of(self, "tensor_parallel_group", owner._group_name)
         if ranks.size != owner.tensor_parallel_size:
             raise RuntimeError(
@@ -150,7 +151,10 @@ def between_collectives(product: Any) -> list[BasicOperation]:
     known = product.__dict__.get("_parts")
     key = (product.tensor_parallel_mode, product.sequence_parallel)
     # A copy of the module also copies the parts of the original.
-    if known is None or known[0] != key or product not in known[1]:
-        before, after = collectives_around(product)
-        known = product.__dict__["_parts"] = (key, [*before, product, *after])
-    return list(known[1])
+    if (
+        known is None
+        or known[0] != key
+        or not all(part._is_view_of(product) for part in (*known[1], *known[2]))
+    ):
+        known = product.__dict__["_parts"] = (key, *collectives_around(product))
+    return [*known[1], product, *known[2]]

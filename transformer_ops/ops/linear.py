@@ -31,6 +31,8 @@ _REFERENCE_STATES = ("basic_ops.0._extra_state", "basic_ops.1._extra_state")
 class LinearProduct(View, BasicLinear):
     """The product of a `Linear`, which is its `owner`."""
 
+    _is_part = True
+
     @property
     def weight(self) -> nn.Parameter:  # type: ignore[override]
         return self._parameter_owner.weight  # type: ignore[return-value]
@@ -54,6 +56,8 @@ class LinearProduct(View, BasicLinear):
 
 class LinearBias(View, Bias):
     """The bias of a `Linear`, which is its `owner`."""
+
+    _is_part = True
 
     @property
     def bias(self) -> nn.Parameter:  # type: ignore[override]
@@ -153,7 +157,7 @@ class Linear(FusibleOperation, SplitProductMixin):
         collectives are around them. The views own nothing."""
         views: _Views = self.__dict__["_views"]
         # A shallow copy of the module also has the views of the original.
-        is_ours = views.product._parameter_owner is self
+        is_ours = views.product._is_view_of(self)
         if not is_ours or views.key != (self.tensor_parallel_mode, self.sequence_parallel):
             views = self._make_views()
         # If the bias was deleted, the Bias raises an error with its name.

@@ -48,18 +48,27 @@ def check_kwargs(ops: Sequence[BasicOperation], kwargs: Kwargs) -> None:
 class HostStep:
     """One step of one pass that runs methods of a Python op."""
 
-    def __init__(self, step: Step, op: FusibleOperation, plan: HostPlan, direction: str) -> None:
+    def __init__(
+        self, step: Step, python_ops: Sequence[FusibleOperation], plan: HostPlan, direction: str
+    ) -> None:
+        assert step.python is not None
+        self._python_ops, self._number = python_ops, step.python
+        op = self.op
         found = op._python_forward if direction == "forward" else op._python_backward
         if found is None:
             raise RuntimeError(
                 f"[{type(op).__name__}] a Python op must define its {direction} or be covered "
                 f"by a fusion that does, got no {direction}"
             )
-        self.op = op
         self.ops = step.ops
         self.basic_ops = [plan.basic_ops[i] for i in step.ops]
         self.extra_inputs = [range(plan.basic_ops[i].num_extra_inputs) for i in step.ops]
         self.extra_outputs = [range(plan.basic_ops[i].num_extra_outputs) for i in step.ops]
+
+    @property
+    def op(self) -> FusibleOperation:
+        """The op whose methods run."""
+        return self._python_ops[self._number]
 
     def note(self, error: Exception, direction: str) -> None:
         """Adds to an error of the user's methods the step that raised it."""
@@ -85,16 +94,16 @@ class HostPlan:
         self.plan = plan
         self.autocast = Autocast(plan)
         self.program = program
-        self.basic_ops = tuple(basic_ops)
+        self.basic_ops = basic_ops
         # The ops whose contexts save freely; the others save the slots of their declaration.
         self.is_free: list[bool] = program.keeps_own
         self.forward_steps = [
-            HostStep(step, python_ops[step.python], self, "forward")
+            HostStep(step, python_ops, self, "forward")
             for step in plan.forward
             if step.python is not None
         ]
         self.backward_steps = [
-            HostStep(step, python_ops[step.python], self, "backward")
+            HostStep(step, python_ops, self, "backward")
             for step in reversed(plan.backward)
             if step.python is not None and not step.skipped
         ]

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..fusion.planning import PlanningSession
-from ..op.base import BasicOperation
 from ..op.names import OpName
+from ..op.ops import Ops
 from ..plan.plan import Plan, declarations_of
 from ..quantization.scales import make_scales, note_run, warn_of_a_start
 from .host import HostPlan
@@ -16,7 +16,7 @@ from .host import HostPlan
 class Session(PlanningSession):
     """The object that C++ calls for users' fusions, and stores with the plan."""
 
-    def __init__(self, basic_ops: list[BasicOperation], names: Sequence[OpName]) -> None:
+    def __init__(self, basic_ops: Ops, names: Sequence[OpName]) -> None:
         super().__init__(basic_ops, names)
         self.plan: Plan | None = None  # converted from the finished plan when it is first needed
 
