@@ -103,18 +103,17 @@ class BorrowedLinear(FusibleOperation):
         check_linear(weight, owner.bias)
         product = BorrowedTransposedProduct if is_transposed else BorrowedProduct
         # This bypasses nn.Module, which would register the parts as submodules.
-        self.__dict__["_product"] = product(owner)
+        self.__dict__["_parts"] = (product(owner), BorrowedBias(owner))
 
     @property
     def basic_ops(self) -> list[BasicOperation]:
-        own = self.__dict__
-        product = own["_product"]
-        owner = product._parameter_owner
-        if owner.bias is None:
-            return [product]
-        if "_bias" not in own:
-            own["_bias"] = BorrowedBias(owner)
-        return [product, own["_bias"]]
+        product, bias = self.__dict__["_parts"]
+        return [product] if product._parameter_owner.bias is None else [product, bias]
+
+    def _let_go_of(self, module: nn.Module) -> None:
+        """From now on the op does not keep this owner alive."""
+        for part in self.__dict__["_parts"]:
+            part._let_go_of(module)
 
     @property
     def _has_own_forward(self) -> bool:
@@ -124,7 +123,7 @@ class BorrowedLinear(FusibleOperation):
         """Same as `FusibleOperation.forward`, but the owner itself is called if it has hooks or a
         `forward` of its own."""
         if self._has_own_forward:
-            return self.__dict__["_product"]._parameter_owner(input, *extra_inputs, **kwargs)
+            return self.__dict__["_parts"][0]._parameter_owner(input, *extra_inputs, **kwargs)
         return super().forward(input, *extra_inputs, **kwargs)
 
 

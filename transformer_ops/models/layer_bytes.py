@@ -140,9 +140,9 @@ def bytes_by_layer(model: nn.Module, args: Any, kwargs: Any) -> dict[str, int]:
         new = found.keys() - own - seen
         if new:
             seen.update(new)
-            kept.append(tensor)
+            kept.append(tensor.detach())
             sizes[_layer_of(model, path[-1])] += sum(found[address] for address in new)
-        return tensor
+        return tensor.detach()  # an output would keep its own graph alive
 
     with (
         sharding_restored(model),

@@ -16,8 +16,10 @@ from ..op.base import FusibleOperation
 from ..op.borrowed import Borrowed, add_guards, class_of, find_obstacle
 from ..op.hooks import HOOKS
 from ..op.tensor_parallel import is_dtensor
+from ..op.view import View
 from ..runtime.policies import Policies
 from ..sequential import Sequential
+from ..views import BorrowedLinear
 from .attention_ops import AttentionChoice, BorrowedAttention, attention_in, chosen
 from .branches import may_run
 from .captures import Captures, captures_of
@@ -303,11 +305,13 @@ class Region:
                 f"the rule {self.rule.name} gave ops with {len(widths.others)} extra inputs for "
                 f"statements with {self._extra_inputs}"
             )
+        for op in (*ops, *_borrowed(ops)):
+            if isinstance(op, View | BorrowedLinear):
+                op._let_go_of(module)
         self._check(self.parts(module))
         for basic in _borrowed(ops):
             if module in basic._owners():
                 basic.__dict__["_is_called"] = False
-                basic._let_go_of(module)
                 obstacle = basic._obstacle()
                 if obstacle is not None:
                     raise FuseSkip(obstacle)
