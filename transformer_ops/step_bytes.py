@@ -349,7 +349,7 @@ def restored(
     states = [_OptimizerState(optimizer) for optimizer in optimizers]
     changed += _states(optimizers)
     # A DTensor changes on this rank, whatever the others do.
-    changed = [tensor.to_local() if is_dtensor(tensor) else tensor for tensor in changed]  # type: ignore[attr-defined]
+    changed = [tensor.to_local() if is_dtensor(tensor) else tensor for tensor in changed]
     copies = [(tensor, tensor.detach().clone()) for tensor in changed]
     device = leaves[0].device if leaves else torch.device("cpu")
     devices = [device] if device.type == "cuda" else []

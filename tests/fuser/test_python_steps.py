@@ -94,7 +94,7 @@ def test_an_override_of_op_forward_wins_over_an_inherited_fuser_forward():
 
 
 def test_extra_tensors_need_fuser_methods():
-    message = r"\[Wrong\] an op with extra tensors must define fuser_{} .*, got 1 extra inputs"
+    message = r"\[Wrong\w*\] an op with extra tensors must define fuser_{} .*, got 1 extra inputs"
     with pytest.raises(TypeError, match=message.format("forward")):
 
         class Wrong(BasicOperation):
@@ -109,7 +109,7 @@ def test_extra_tensors_need_fuser_methods():
 
     with pytest.raises(TypeError, match=message.format("backward")):
 
-        class Wrong(Base):
+        class WrongLater(Base):
             num_extra_inputs = 1
 
             def fuser_forward(self, basic_op_ctxs, input_, **unused):

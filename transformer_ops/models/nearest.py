@@ -38,7 +38,7 @@ def nearest_statements(rule: FuseRule, model: nn.Module) -> str:
 
 def _pairs(rule: FuseRule, kind: type[nn.Module]) -> Iterator[tuple[Pattern, Window]]:
     method = getattr(kind, rule.method, None)
-    # Those of torch are no statements of a model.
+    # Classes of torch are no part of a model of its own.
     if method is None or kind.__module__.startswith("torch."):
         return
     for window in windows_of(function_of(method)):

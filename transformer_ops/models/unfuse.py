@@ -39,9 +39,10 @@ def _without_ops(kind: type[Any], known: dict[type[Any], type[Any]]) -> type[Any
     if kind not in known:
         bases = tuple(_without_ops(base, known) for base in kind.__bases__)
         names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-        made = known[kind] = type(kind)(kind.__name__, bases, names)
-        fused = next(one for one in kind.__mro__ if "_tops_base" in vars(one))
-        ours = [inspect.unwrap(method) for method in map(vars(fused).get, fused._tops_methods)]
+        meta: Any = type(kind)
+        made = known[kind] = meta(kind.__name__, bases, names)
+        fused: Any = next(one for one in kind.__mro__ if "_tops_base" in vars(one))
+        ours = [inspect.unwrap(vars(fused)[name]) for name in fused._tops_methods]
         for name, value in vars(kind).items():
             # A base class may have wrapped our forward for its subclass, as it has its own now.
             is_ours = callable(value) and inspect.unwrap(value) in ours

@@ -39,8 +39,8 @@ class Widths(NamedTuple):
     others: tuple[int | None, ...]
 
     def fit(self, input: Tensor, others: tuple[Any, ...]) -> bool:
-        """Whether these are tensors of real numbers whose rows have these widths, and others as many
-        as the input."""
+        """Whether these are tensors of real numbers, and their rows have these widths: others as
+        many as the input."""
         shape = input.shape
         if not shape or self.input not in (None, shape[-1]) or not input.is_floating_point():
             return False

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 
-class Ops:
+class Ops(Sequence[Any]):
     """A list of ops that does not keep `owner` alive, which owns what holds the list. Without one
     it keeps all."""
 

@@ -27,7 +27,8 @@ class View(BasicOperation):
     def _parameter_owner(self) -> nn.Module:
         owner: Any = self.__dict__["_owner"]
         if not isinstance(owner, weakref.ref):
-            return owner  # type: ignore[no-any-return]
+            plain: nn.Module = owner
+            return plain
         found: nn.Module | None = owner()
         if found is None:
             raise RuntimeError(f"[{self._kind}] owner must exist, got a part of a freed module")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -93,7 +93,7 @@ class Plan:
         text: str,
         data: dict[str, Any],
         near_misses: list[tuple[str, str, tuple[int, ...], str, int, bool]] | None = None,
-        python_ops: list[Any] | None = None,
+        python_ops: Sequence[Any] | None = None,
     ) -> None:
         self.text = text
         self.ops = tuple((kind, attributes) for kind, attributes, _ in data["ops"])
@@ -190,7 +190,7 @@ def _argument(row: Any) -> Argument:
     return row if row is None or len(row) == 1 else Value(*row)
 
 
-def _step(row: dict[str, Any], python_ops: list[Any] | None) -> Step:
+def _step(row: dict[str, Any], python_ops: Sequence[Any] | None) -> Step:
     number = row["python"]
     op = python_ops[number] if python_ops is not None and number is not None else None
     sources = tuple((Value(*slot), Value(*source)) for slot, source in row["saves"])
