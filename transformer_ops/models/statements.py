@@ -348,7 +348,8 @@ def windows_of(function: Callable[..., Any]) -> list[Window]:
                     read = _read(behind, inner)
                     lines = (block[start].lineno, block[end - 1].end_lineno or 0)
                     around = tuple(_conditions(body, block, start) or ())
-                    window = Window(i, start, end, tuple(way), lines, value, (*around, *assumed))
+                    own = tuple(one for one in way if one not in value.idle)
+                    window = Window(i, start, end, own, lines, value, (*around, *assumed))
                     found.append(
                         window._replace(
                             others=read & value.seconds.keys(),

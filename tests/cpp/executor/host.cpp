@@ -54,6 +54,9 @@ struct Scale : HostCall {
     const Tensors given = {arguments.grads[0] * own[1], (arguments.grads[0] * own[0]).sum(0)};
     return change(given);
   }
+  std::string forward_method(int, bool saves) override {
+    return saves ? "[Scale] save_ctx" : "[Scale] forward";
+  }
   std::string parameter_name(int op, int k) override {
     return "op" + std::to_string(op) + "." + std::to_string(k);
   }
