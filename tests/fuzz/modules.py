@@ -25,6 +25,7 @@ from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
 import transformer_ops as tops
+from transformer_ops.models import fused_class
 
 from .module_edits import EDITS, random_call, random_edit
 from .module_parts import BATCH, PRELUDE, ROWS, WIDTH
@@ -178,6 +179,8 @@ class Loaded:
             for name, value in known.items():
                 if vars(kind).get(name, self) is not value:
                     setattr(kind, name, value)
+        # Edits change fused classes, too.
+        fused_class._classes.clear()
 
 
 _loaded: dict[str, Loaded] = {}

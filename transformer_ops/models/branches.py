@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from .statements import Condition
+from .windows import Condition
 
 __all__ = ["may_run"]
 

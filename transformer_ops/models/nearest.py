@@ -11,7 +11,8 @@ from torch import nn
 
 from .pattern import Pattern
 from .rules import FuseRule
-from .statements import Window, function_of, windows_of
+from .statements import function_of
+from .windows import Window, windows_of
 
 __all__ = ["nearest_statements"]
 

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import torch
 
 from .reads import is_replaced, objects_of, value_of_name
-from .statements import Value, Window, body_of, read_first, value_of
+from .statements import Value, body_of, read_first, value_of
+from .windows import Window
 
 __all__ = [
     "INPUT",

@@ -24,12 +24,12 @@ from .attention_ops import AttentionChoice, BorrowedAttention, attention_in, cho
 from .branches import may_run
 from .captures import Captures, captures_of
 from .facts import Facts
-from .pattern import Names, Steps
+from .pattern import Names, Steps, arguments_in
 from .reads import Source, objects_of
-from .rules import FuseRule, FuseSkip
-from .statements import Condition
+from .rules import FuseRule, FuseSkip, FuseUnfit
 from .whole import name_of
 from .widths import Widths, widths_of
+from .windows import Condition
 
 __all__ = ["IS_OFF", "RECOMPUTE", "REGIONS", "Region", "State", "set_recompute"]
 
@@ -238,7 +238,11 @@ class Region:
         watched."""
         facts = Facts(guards)
         # These come first: to read a property may do something.
-        facts.add_reads(self._source.function, self._source.reads, module, "the module")
+        try:
+            facts.add_reads(self._source.function, self._source.reads, module, "the module")
+        except FuseSkip as skip:
+            # Modules of attention are no properties, but functions of a loss are.
+            raise skip if arguments_in(self.names) is None else FuseUnfit(str(skip)) from None
         ops = self.make(module)
         for part in _unique(self.parts(module)):
             facts.add_module(part, _name_in(module, part))

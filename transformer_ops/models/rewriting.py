@@ -9,7 +9,8 @@ from typing import Any
 
 from .pattern import INPUT
 from .sites import Site
-from .statements import blocks_of, compiled, tree_of
+from .statements import compiled, tree_of
+from .windows import blocks_of
 
 __all__ = ["rewritten"]
 

@@ -14,7 +14,8 @@ from .pattern import Arguments, Found, Pattern, Scope, arguments_in
 from .reads import Objects, Source, objects_of, reads_of
 from .region import Region
 from .rules import FuseRule, FuseSkip, FuseUnfit
-from .statements import Window, function_of, windows_of
+from .statements import function_of
+from .windows import Window, windows_of
 
 __all__ = ["Site", "SiteKey", "all_sites", "blocked_sites", "find_sites"]
 
