@@ -46,6 +46,7 @@ from .runtime.layout import (
     make_layout,
     run_segments,
 )
+from .runtime.overriding import overriding
 from .runtime.policies import Policies
 from .runtime.session import Session
 
@@ -53,8 +54,6 @@ from .runtime.session import Session
 Sources = Sequence[Sequence[tuple[int, int] | None]]
 # The sources, and for each op whether each of its extra outputs is read outside the group.
 Channels = tuple[Sources, Sequence[Sequence[bool]]]
-
-_PLAIN_TENSORS = {Tensor, torch.nn.Parameter}
 
 
 @names_its_arguments
@@ -93,8 +92,11 @@ class OperationFuser(Observer):
         self._given_channels = _channels
         self._given_names = _names
         self._number = handles.add(self)
-        # Compiled graphs guard on it.
         self._edits = 0
+        self._captures = 0  # the edits of what the group consists of
+        # Plans with Python steps, which graphs find by number.
+        self._traced_hosts: list[Any] = []
+        self._changed_entry: Any = None  # the last plan when the plans changed
         # the state, and what it was computed for
         self._shared: tuple[tuple[int, bool], str] | None = None
         self._guard_group: guard_groups.GuardGroup | None = None
@@ -174,10 +176,13 @@ class OperationFuser(Observer):
             self._ops[0].__dict__.pop("_own_group", None)
         self._is_stale = True
         self._edits += 1
+        self._captures += 1
+        self._changed_entry = self._group.last
         self._call = _hand_back
 
     def _plans_changed(self) -> None:
         """An attribute that an op's plans depend on has changed."""
+        self._changed_entry = self._group.last
         self._group.forget_plans()
         self._edits += 1
 
@@ -256,22 +261,22 @@ class OperationFuser(Observer):
             return self._call_in_python(input, extra_inputs, basic_op_kwargs)
         return traced_group(self._traced_state, self._ops, input, extra_inputs, basic_op_kwargs)
 
-    def _content(self) -> object | None:
-        """What a compiled graph depends on, besides what it reads from the modules. Returns None if
-        it depends on these very modules."""
-        reads = self._reads()
-        if reads is None:
-            return None
-        described = [self._describe(i) for i in range(len(self._basic_ops))]
-        return (self._policies, described, reads, self._num_parameters)
+    def _content(self) -> object:
+        """What a compiled graph depends on, besides what it reads from the modules."""
+        basic_ops = self._basic_ops
+        described = [self._describe(i) for i in range(len(basic_ops))]
+        watched = [repr(op._own_values()) for op in basic_ops if op._is_watched]
+        # Python ops have their own contexts, and hooks may do anything.
+        is_own = any(op.is_python for op in basic_ops) or self._is_split()
+        own = (self._number, self._captures) if is_own else None
+        return (own, self._policies, described, watched, self._reads(), self._num_parameters)
 
     def _shared_state(self) -> str:
         """The same text for all groups that one compiled graph can serve."""
         self._refresh()
         now = (self._edits, self._is_split())
         if self._shared is None or self._shared[0] != now:
-            content = None if now[1] else self._content()
-            state = f"{self._number}.{now}" if content is None else guard_groups.digest(content)
+            state = guard_groups.digest(self._content())
             self._guard_group = guard_groups.join(self, state, self._guard_group)
             self._shared = (now, state)
         assert self._guard_group is not None
@@ -316,10 +321,10 @@ class OperationFuser(Observer):
             pairs = zip(self._basic_ops, rows, strict=True)
             rows = [local_parameters(op, row) for op, row in pairs]
             given = tuple(tensor for row in rows for tensor in row)
-        overriding = _overriding([input, *extra_inputs, *(t for row in rows for t in row)])
-        if overriding:
+        tensors = [input, *extra_inputs, *(t for row in rows for t in row)]
+        if found := overriding(tensors):
             arguments = (self, input, extra_inputs, kwargs)
-            return handle_torch_function(run_group, overriding, *arguments)
+            return handle_torch_function(run_group, found, *arguments)
         output = self._call_with(kwargs, given, input, *extra_inputs)
         if output is None:
             raise RuntimeError(
@@ -332,7 +337,20 @@ class OperationFuser(Observer):
         grad, autocast, device, tensors, training, recipe = facts
         inputs = tensors[: 1 + self.num_extra_inputs]
         self._traced_dtypes = [found[0] for found in inputs if found is not None]
-        return self._group.plan(grad, autocast, device, list(tensors), list(training), recipe)
+        entry = self._group.plan(grad, autocast, device, list(tensors), list(training), recipe)
+        if not entry.native and all(entry.host is not other for other in self._traced_hosts):
+            self._traced_hosts.append(entry.host)
+        guard_groups.note_traced(self._shared_state(), facts)
+        return entry
+
+    def _last_entry(self) -> Any:
+        """The plan of the last call."""
+        last = self._group.last
+        if last is not None and last is not self._changed_entry:
+            return last
+        # A graph of an equal group, or of this one before edits, may have run since.
+        facts = guard_groups.traced(self._shared_state())
+        return last if facts is None else self._entry(facts)
 
     def _state_places(self, facts: Facts) -> tuple[tuple[int, str], ...]:
         """The module and the name of each state that a plan reads; module -1 if it is not part of
@@ -382,14 +400,15 @@ class OperationFuser(Observer):
 
     def _plan(self, asked: str) -> Plan:
         """`asked`: the method that the user called, for an error text."""
-        if self._group.last is None:
+        entry = self._last_entry()
+        if entry is None:
             raise RuntimeError(f"{asked} must follow a call, got none so far")
-        plan: Plan = self._group.last.session.plan_of(self._group.last)
+        plan: Plan = entry.session.plan_of(entry)
         return plan
 
     def _is_traceable(self) -> bool:
         """Whether a compiled call like the last one needs no graph break."""
-        entry = self._group.last
+        entry = self._last_entry()
         return entry.native or number_of(entry.host) >= 0
 
     def explain(self) -> Explanation:
@@ -401,13 +420,13 @@ class OperationFuser(Observer):
 
     def _explained(self, asked: str, note: str = "") -> Group:
         plan = self._plan(asked)
-        session = self._group.last.session
+        session = self._last_entry().session
         return describe(plan, self._basic_ops, session.made_by, self._saved_bytes(), note)
 
     def _saved_bytes(self) -> SavedBytes | None:
         """The bytes that the last call saved; None if a Python step decides that and no call ran
         eagerly."""
-        entry = self._group.last
+        entry = self._last_entry()
         if self.plan().has_python_steps:
             last = entry.program.last_saved
             return None if last is None else saved_bytes(*last)
@@ -443,20 +462,6 @@ def run_group(
     """The function that `__torch_function__` of a tensor subclass sees: one call of a whole
     group."""
     return group(input, *extra_inputs, basic_op_kwargs=kwargs)
-
-
-def _overriding(tensors: Sequence[Tensor | None]) -> list[Tensor]:
-    """The tensors whose class overrides `__torch_function__`."""
-    if not torch._C._is_torch_function_enabled():
-        return []
-    disabled = torch._C._disabled_torch_function_impl
-    return [
-        tensor
-        for tensor in tensors
-        if tensor is not None
-        and type(tensor) not in _PLAIN_TENSORS
-        and type(tensor).__torch_function__ is not disabled
-    ]
 
 
 def _format_of(parameter: object) -> str | None:

@@ -12,6 +12,8 @@ from .locks import new_lock
 
 _lock = new_lock()
 _records: weakref.WeakValueDictionary[str, GuardGroup] = weakref.WeakValueDictionary()
+# For each state that was traced: what the last plan was made for. There are as many as graphs.
+_traced: dict[str, Any] = {}
 
 
 class GuardGroup:
@@ -52,6 +54,16 @@ def find(state: str) -> list[Any]:
     """All living objects that have joined the group of a state."""
     group = _records.get(state)
     return [] if group is None else group.members()
+
+
+def note_traced(state: str, facts: Any) -> None:
+    """Records what a plan of a graph was made for, which is plain data."""
+    _traced[state] = facts
+
+
+def traced(state: str) -> Any:
+    """What the last plan of a graph in this state was made for, or None."""
+    return _traced.get(state)
 
 
 def untraced(method: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -202,11 +202,19 @@ class Sequential(nn.Module, Observer):
         return found._module_at(rest)
 
     def _set(self, modules: Iterable[nn.Module], names: Iterable[str] | None = None) -> None:
+        if is_dynamo_compiling():
+            self._set_untraced(modules, names)
+            return
         found = [_check_module(module) for module in modules]
         labels = list(names) if names is not None else [str(i) for i in range(len(found))]
         self._modules = dict(zip(labels, found, strict=True))
         self._edits += 1
         self._layout = None
+
+    @disabled("modules of a Sequential must be edited outside of compiled code")
+    def _set_untraced(self, *arguments: Any) -> None:
+        # A trace edits the Sequential itself, whose state it guards on.
+        self._set(*arguments)
 
     def __len__(self) -> int:
         return len(self._modules)
@@ -344,7 +352,7 @@ class Sequential(nn.Module, Observer):
             RuntimeError: a tensor does not fit an op.
         """
         if is_compiling():
-            traced = _layout_constant(self._traced_state, self._edits)
+            traced = _layout_constant(self._traced_state)
             # The modules are looked up by name, because Dynamo then guards only on those that are
             # read.
             modules = [
@@ -504,9 +512,7 @@ class Sequential(nn.Module, Observer):
         """The same text for all Sequentials that one compiled graph can serve."""
         layout = self._with_current_hooks(self._current_layout())
         if not layout.state:
-            edits, content = self._edits, layout_content(layout)
-            # Python ops have their own contexts.
-            state = f"{self._number}.{edits}" if content is None else guard_groups.digest(content)
+            edits, state = self._edits, guard_groups.digest(layout_content(layout))
             layout = layout._replace(state=state)
             self._guard_group = guard_groups.join(self, state, self._guard_group)
             # A graph that was made for an equal Sequential finds the groups by their own states.
@@ -566,11 +572,9 @@ def _is_current(
 
 
 @constant
-def _layout_constant(state: str, edits: int) -> Layout:
-    found = ((other._layout, other._edits) for other in guard_groups.find(state))
-    same = [layout for layout, count in found if layout and (layout.state, count) == (state, edits)]
-    if not same:
-        raise RuntimeError("[Sequential] modules must be edited outside of compiled code")
+def _layout_constant(state: str) -> Layout:
+    found = (other._layout for other in guard_groups.find(state))
+    same = [layout for layout in found if layout is not None and layout.state == state]
     # The first one is being traced. Its groups are read last, for the same reason.
     return [_for_traces(layout) for layout in reversed(same)][-1]
 

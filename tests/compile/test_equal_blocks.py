@@ -9,6 +9,7 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
+import fuse_models
 import pytest
 import torch
 import user_fusions
@@ -66,6 +67,12 @@ class WithFuser(nn.Module):
         return found
 
 
+def fused_layer() -> nn.Module:
+    layer = fuse_models.DecoderLayer(8, 16)
+    tops.fuse(layer)
+    return layer
+
+
 def with_a_plain_module() -> tops.Sequential:
     return tops.Sequential(tops.Linear(8, 8), nn.Tanh(), tops.Linear(8, 8))
 
@@ -98,7 +105,8 @@ def check(blocks: list[nn.Module], plain: list[nn.Module]) -> None:
 
 
 @pytest.mark.parametrize(
-    "make", [norm_mlp, OpsAlone, Block, WithFuser, with_a_plain_module, with_a_channel]
+    "make",
+    [norm_mlp, OpsAlone, Block, WithFuser, with_a_plain_module, with_a_channel, fused_layer],
 )
 def test_equal_blocks_share_a_graph(make: Callable[[], nn.Module]) -> None:
     blocks = [make() for _ in range(COUNT)]
@@ -183,6 +191,45 @@ def test_flags_of_tensors_and_modes_are_those_of_each_block() -> None:
             # A compiled graph gives zeros for None, in plain torch too.
             grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in (got, want)]
             torch.testing.assert_close(*grads)
+
+
+def a_number(module: Any, is_odd: bool) -> None:
+    module[0].eps = 1e-3 if is_odd else 1e-5
+
+
+def an_op(module: Any, is_odd: bool) -> None:
+    module[2] = tops.SiLU() if is_odd else tops.GELU()
+
+
+def a_policy(module: Any, is_odd: bool) -> None:
+    module.recompute = "none" if is_odd else "cheap"
+
+
+def a_hook(module: Any, is_odd: bool) -> None:
+    module[2]._forward_hooks.clear()
+    if is_odd:
+        module[2].register_forward_hook(lambda module, given, output: output * 2)
+
+
+def with_a_python_op() -> tops.Sequential:
+    return tops.Sequential(tops.LayerNorm(8), Twice(2.0), tops.Linear(8, 8))
+
+
+CYCLES = [(norm_mlp, edit) for edit in (a_number, an_op, a_policy, a_hook)]
+CYCLES.append((with_a_python_op, a_number))
+
+
+@pytest.mark.parametrize("make, edit", CYCLES)
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_state_that_comes_back_finds_its_graph(make: Any, edit: Any, backend: str) -> None:
+    module = make()
+    module.compile(backend=backend, fullgraph=True)
+    for i in range(2 * COUNT):
+        with torch._dynamo.config.patch(error_on_recompile=i > 1):
+            edit(module, bool(i % 2))
+            plain = copy.deepcopy(module)
+            check([module], [plain])
+            assert str(module.plans()) == str(plain.plans())
 
 
 @pytest.mark.parametrize("make", [norm_mlp, lambda: tops.Linear(8, 8), Block])
@@ -330,7 +377,7 @@ def test_an_annealed_dropout_keeps_no_states() -> None:
     for step in range(50):
         module[1].p = step / 100
         assert module._traced_state
-    assert len(guard_groups._records) <= before + 1
+    assert len(guard_groups._records) <= before + 2  # of the module and of its group
     del module
     gc.collect()
     assert len(guard_groups._records) <= before

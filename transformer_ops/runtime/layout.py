@@ -216,16 +216,11 @@ def _members(module: FusibleOperation) -> list[nn.Module]:
     return [module, *module.basic_ops, *owners]
 
 
-def layout_content(layout: Layout) -> object | None:
-    """What a compiled graph depends on, besides what it reads from the modules. None if it depends
-    on these very modules."""
-    contents = [segment.group and segment.group._content() for segment in layout.segments]
-    for segment, content in zip(layout.segments, contents, strict=True):
-        if segment.group is not None and content is None:
-            return None
+def layout_content(layout: Layout) -> object:
+    """What a compiled graph depends on, besides what it reads from the modules."""
     segments = [
-        (segment._replace(group=None), content)
-        for segment, content in zip(layout.segments, contents, strict=True)
+        (segment._replace(group=None), segment.group and segment.group._content())
+        for segment in layout.segments
     ]
     return (layout.names, layout.hooked, segments, layout.outputs, layout.wanted.number)
 
@@ -339,7 +334,7 @@ def has_plans(layout: Layout) -> bool:
         group = module._own_group if segment.group is None else segment.group
         if group is None and module._has_own_forward:
             continue
-        if group is None or group._group.last is None:
+        if group is None or group._last_entry() is None:
             return False
     return True
 
