@@ -23,6 +23,7 @@ from .compile.groups import (
 )
 from .constructors import names_its_arguments
 from .handles import handles
+from .marks import outside_of_jit_trace
 from .op.base import BasicOperation, FusibleOperation, run_alone_by
 from .op.borrowed import guards_of
 from .op.channels import Routed, resolve_channels
@@ -92,10 +93,8 @@ class OperationFuser(Observer):
         self._given_channels = _channels
         self._given_names = _names
         self._number = handles.add(self)
-        self._edits = 0
-        self._captures = 0  # the edits of what the group consists of
-        # Plans with Python steps, which graphs find by number.
-        self._traced_hosts: list[Any] = []
+        self._edits = self._captures = 0  # all edits, and those of what the group consists of
+        self._traced_hosts: list[Any] = []  # plans with Python steps that graphs find by number
         self._changed_entry: Any = None  # the last plan when the plans changed
         # the state, and what it was computed for
         self._shared: tuple[tuple[int, bool], str] | None = None
@@ -107,6 +106,7 @@ class OperationFuser(Observer):
         found = [basic for op in self._ops for basic in op.basic_ops]
         return Ops(found, self._ops[0] if self._own else None)
 
+    @outside_of_jit_trace()
     def _capture(self) -> None:
         """Captures the ops as they are now."""
         self._is_stale = False

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -49,6 +50,17 @@ def disabled(reason: str | Reason | None = None) -> Callable[[Function], Functio
         return found
 
     return mark
+
+
+@contextmanager
+def outside_of_jit_trace() -> Iterator[None]:
+    """In this scope sizes are numbers: `torch.jit.trace` makes tensors of them."""
+    state = torch._C._get_tracing_state()
+    torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch._C._set_tracing_state(state)  # type: ignore[attr-defined]
 
 
 def may_be_traced() -> bool:

@@ -6,7 +6,7 @@ import operator
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar, NamedTuple
 
-from torch import Tensor, nn
+from torch import Tensor, nn, no_grad
 from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.fx import Proxy
 
@@ -376,6 +376,12 @@ class Sequential(nn.Module, Observer):
                     return output
             layout = self._with_current_hooks(layout)
         return self._run(layout, list(layout.modules), input, extra_inputs, op_kwargs)
+
+    def _slow_forward(self, *input: Any, **kwargs: Any) -> Any:
+        # torch.jit.trace checks its graph without gradients, and compares all calls. An op of the
+        # graph has its gradient in any case.
+        with no_grad():
+            return super()._slow_forward(*input, **kwargs)
 
     def _run(
         self,

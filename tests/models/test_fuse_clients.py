@@ -524,3 +524,41 @@ def test_adapters_that_are_on_and_off() -> None:
     merged = adapted.merge_and_unload()
     torch.testing.assert_close(merged(input_ids=tokens).logits, want, rtol=1e-4, atol=1e-4)
     assert "layer" in [row.rule for row in report.fused]
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::FutureWarning")
+def test_a_model_that_jit_traces_before_its_first_call() -> None:
+    model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2).eval()
+    x, more = torch.randn(1, 3, 32, 32), torch.randn(2, 3, 32, 32)
+    plain = copy.deepcopy(model)
+    tops.fuse(model)
+    traced = torch.jit.trace(model, x)
+    assert "transformer_ops::linear_bias_activation" in str(traced.inlined_graph)
+    plain(x).sum().backward()
+    for run in (traced, model):
+        model.zero_grad()
+        run(x).sum().backward()
+        torch.testing.assert_close(run(x), plain(x))
+        for got, want in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(got.grad, want.grad, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(model(more), plain(more))
+
+
+def test_a_frozen_model_of_inference_tensors_has_a_head_that_is_trained() -> None:
+    config = transformers.LlamaConfig(
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=32,
+        vocab_size=70,
+    )
+    with torch.inference_mode():
+        plain = transformers.LlamaForCausalLM(config)
+    plain.requires_grad_(False)
+    plain.lm_head = nn.Linear(16, 70, bias=False)
+    fused = copy.deepcopy(plain)
+    tops.fuse(fused)
+    ids = torch.arange(12).view(2, 6)
+    for model in (plain, fused):
+        model(input_ids=ids, labels=ids).loss.backward()
+    torch.testing.assert_close(fused.lm_head.weight.grad, plain.lm_head.weight.grad)

@@ -9,6 +9,7 @@ from typing import Any
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..handles import handles
+from ..marks import outside_of_jit_trace
 from ..op.base import BasicOperation, FusibleOperation
 from ..op.checks import DTYPES
 from ..op.fused import FusedOperation
@@ -51,6 +52,7 @@ class PlanningSession:
         # The functions without a pattern that changed no list of this plan.
         self.changed_nothing: list[registry.FusionHandle] = []
 
+    @outside_of_jit_trace()
     def attributes(self) -> list[dict[str, Any]]:
         """The constructor arguments of every op as they are now."""
         return [op._attributes() for op in self.basic_ops]
@@ -239,6 +241,7 @@ class _NoNumbers(TorchDispatchMode):
         raise TypeError(f"it must not compute with tensors, as plans outlive numbers, got {func}")
 
 
+@outside_of_jit_trace()
 def _call(
     handle: registry.FusionHandle,
     what: str,

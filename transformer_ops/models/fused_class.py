@@ -15,6 +15,7 @@ from torch.compiler import is_compiling, is_exporting
 from torch.utils._device import DeviceContext
 
 from ..guard_groups import untraced
+from ..marks import outside_of_jit_trace
 from ..op.quantizers import passed_over
 from ..plan.explain.explanation import Explanation
 from ..sequential import Sequential
@@ -138,6 +139,9 @@ class FusedModule(nn.Module):
             region: Any = self.__dict__[REGIONS][i] if is_open else None
         elif self.__dict__.get(IS_OFF, False) or _sees_functions():
             return None
+        elif torch._C._get_tracing_state() is not None:
+            with outside_of_jit_trace():
+                return self._tops_ready(i, input, others)
         else:
             region = self._regions()[i]
             is_open = region.is_open(self)
@@ -169,7 +173,8 @@ class FusedModule(nn.Module):
         if sequential is None:
             if is_compiling():
                 return None
-            sequential = region.make_variant(self, found.choice)
+            with outside_of_jit_trace():
+                sequential = region.make_variant(self, found.choice)
         if not is_compiling():
             region.state.sequential = sequential  # the last one that ran
         return region, sequential, found

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
-from torch import Tensor, nn
+from torch import Tensor, nn, no_grad
 from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.fx import Proxy
 
@@ -206,6 +206,12 @@ class FusibleOperation(nn.Module, ObservedMixin):
         if output is not None:
             return output
         return group(input, *extra_inputs)
+
+    def _slow_forward(self, *input: Any, **kwargs: Any) -> Any:
+        # torch.jit.trace checks its graph without gradients, and compares all calls. An op of the
+        # graph has its gradient in any case.
+        with no_grad():
+            return super()._slow_forward(*input, **kwargs)
 
     def fuser_forward(
         self,
