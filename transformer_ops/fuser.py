@@ -33,6 +33,7 @@ from .op.names import OpName, WantedInputs, names_of, wanted_inputs
 from .op.observers import Observer
 from .op.ops import Ops
 from .op.tensor_parallel import check_columns, is_dtensor, local_parameters, local_sizes
+from .op.view import owners_of
 from .plan.explain.explanation import Explanation
 from .plan.explain.summary import Group, describe
 from .plan.plan import Plan, declarations_of
@@ -84,6 +85,7 @@ class OperationFuser(Observer):
         _names: Sequence[OpName] | None = None,
     ) -> None:
         self._ops: Any = _check_ops(ops)  # an Ops, if one of them owns this
+        self._owners = () if _own else owners_of(self._ops)
         if _own:
             self._ops = Ops(self._ops, self._ops[0])
         self._policies = Policies(recompute, saved, saved_inputs).checked("OperationFuser")

@@ -22,6 +22,7 @@ from .op.hooks import HookDicts, has_hooks
 from .op.names import check_count
 from .op.observers import Observer
 from .op.state_dict import modules_with_known_shapes, shape_mismatches
+from .op.view import owners_of
 from .plan.explain.explanation import Explanation
 from .plan.plan import Plan
 from .runtime.layout import (
@@ -82,6 +83,8 @@ class Sequential(nn.Module, Observer):
 
     # The ops before and after its modules, for a Residual.
     _ends: ClassVar[tuple[nn.Module, nn.Module] | None] = None
+    # The owners of modules that are parts.
+    _owners: tuple[nn.Module, ...] = ()
 
     def __init__(
         self,
@@ -201,6 +204,11 @@ class Sequential(nn.Module, Observer):
         assert isinstance(found, Sequential)
         return found._module_at(rest)
 
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        """Same as `nn.Module.add_module`."""
+        super().add_module(name, module)
+        self._owners += owners_of([] if module is None else [module])
+
     def _set(self, modules: Iterable[nn.Module], names: Iterable[str] | None = None) -> None:
         if is_dynamo_compiling():
             self._set_untraced(modules, names)
@@ -208,6 +216,7 @@ class Sequential(nn.Module, Observer):
         found = [_check_module(module) for module in modules]
         labels = list(names) if names is not None else [str(i) for i in range(len(found))]
         self._modules = dict(zip(labels, found, strict=True))
+        self._owners = owners_of(found)
         self._edits += 1
         self._layout = None
 

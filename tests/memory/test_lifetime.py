@@ -8,6 +8,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -145,6 +146,30 @@ def test_a_replaced_layer_is_freed():
     module[1] = tops.Linear(8, 8)
     train(module)
     assert is_freed(reference)
+
+
+def test_containers_of_parts_keep_the_owner_alive():
+    x, linear = torch.randn(4, 8), tops.Linear(8, 8)
+    product, bias = linear.basic_ops
+    appended = tops.Sequential()
+    appended.add_module("first", product)
+    appended.append(bias)
+    made: list[Any] = [tops.Sequential(product, bias), appended]
+    made += [appended[:], tops.OperationFuser(appended), copy.deepcopy(appended)]
+    expected, owner, copied = linear(x), weakref.ref(linear), made.pop()
+    del linear, product, bias, appended
+    torch.testing.assert_close(copied(x), expected)
+    for container in made:
+        torch.testing.assert_close(container(x), expected)
+    gc.disable()
+    try:
+        del container
+        while made:
+            assert owner() is not None
+            made.pop()
+        assert owner() is None
+    finally:
+        gc.enable()
 
 
 def test_an_operation_fuser_is_freed():

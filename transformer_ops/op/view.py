@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar
 
 from torch import nn
 
 from .base import BasicOperation
+from .fused import FusedOperation
 from .observers import ObservedMixin
 
 
@@ -94,3 +95,11 @@ class View(BasicOperation):
 
     def _get_name(self) -> str:
         return str(self._kind)
+
+
+def owners_of(modules: Iterable[nn.Module]) -> tuple[nn.Module, ...]:
+    """The owners of the parts among these modules, which do not keep them alive."""
+    ops: list[nn.Module] = []
+    for module in modules:
+        ops += module.basic_ops if isinstance(module, FusedOperation) else [module]
+    return tuple(op._parameter_owner for op in ops if isinstance(op, View) and op._is_part)
