@@ -470,6 +470,7 @@ def test_a_python_step_computes_in_the_dtype_of_autocast(shape, has_norm, is_com
         def fuser_backward(self, basic_op_ctxs, grad_output, **unused):
             x, weight = basic_op_ctxs[0].saved_tensors
             own = self.basic_ops[0].weight * 1
+            assert weight.requires_grad and self.basic_ops[0].weight.requires_grad
             seen.append((x.dtype, weight.dtype, own.dtype, basic_op_ctxs[0].dtype))
             hidden = x @ weight.T
             s = torch.sigmoid(hidden)

@@ -24,8 +24,11 @@ class Autocast:
 
     def cast(self, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
         """A tensor of an op that computes in `dtype`."""
-        is_cast = dtype is not None and dtype == self.dtype and tensor.dtype == torch.float32
-        return tensor.to(dtype) if is_cast else tensor
+        if dtype is None or dtype != self.dtype or tensor.dtype != torch.float32:
+            return tensor
+        cast = tensor.to(dtype)
+        # Methods ask which gradients they have to compute. Inside the node a cast has no history.
+        return cast.requires_grad_() if tensor.requires_grad else cast
 
     def stand_ins(
         self,
