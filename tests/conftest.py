@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch._dynamo.guards
 
+import transformer_ops as tops
 from transformer_ops._loader import build_info
 
 
@@ -109,6 +110,15 @@ def few_objects():
     gc.freeze()
     yield
     gc.unfreeze()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_fusion_is_left():
+    """The rules of a library that a file loads would show in every explain() after it."""
+    before = set(tops.fusions())
+    yield
+    for handle in set(tops.fusions()) - before:
+        handle.remove()
 
 
 @pytest.fixture(autouse=True)

@@ -44,10 +44,11 @@ def seen_calls(see: Callable[..., None]) -> Iterator[None]:
             see_once(self, *args, **kwargs)
         return plain(self, *args, **kwargs)
 
-    def check_fusion(fusion: Any, make: Any, *args: Any, kind: str, pattern: Any = None) -> None:
+    def check_fusion(fusion: Any, make: Any, *args: Any, kind: str, pattern: Any = None) -> Any:
         register = getattr(tops, f"register_{kind}_fusion")
         with register(fusion, **({"pattern": pattern} if pattern else {})):
             see_once(tops.Sequential(*make()), *args)
+        return testing.FusionCheck(kind)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tops.Sequential, "__call__", call)
