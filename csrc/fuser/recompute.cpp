@@ -23,7 +23,9 @@ class Recomputation {
         dtypes_(analysis.dtypes()),
         policy_(analysis.key().policies.recompute) {
     for (const Step& step : plan_.forward) {
-      casts_.insert(casts_.end(), step.ops.size(), input_cast(step));
+      for (const int op : step.ops) {
+        casts_.push_back(step.python ? host_cast(op) : input_cast(step));
+      }
       for (const Save& save : step.saves) saved_.insert(save.slot);
     }
   }
@@ -80,6 +82,13 @@ class Recomputation {
   int first_same(int boundary) const {
     while (boundary > 0 && hands_on(boundary - 1)) --boundary;
     return boundary;
+  }
+
+  // The dtype to which runtime/autocast.py casts the main tensor of an op of a Python step.
+  std::optional<DType> host_cast(int op) const {
+    const auto wanted = analysis_.required_dtype(op);
+    const bool is_cast = wanted && wanted == analysis_.key().autocast;
+    return is_cast && dtypes_[op] == DType::Float32 ? wanted : std::nullopt;
   }
 
   // The dtype in which an op reads its main tensor.
