@@ -144,7 +144,10 @@ class Facts:
             return static
         if kind.__getattr__ is not nn.Module.__getattr__:
             raise FuseSkip(f"{name} has a __getattr__ of its own")
-        for table in (owner._parameters, owner._buffers, owner._modules):
+        tables = (owner._parameters, owner._buffers, owner._modules)
+        # A module that gets an attribute of another kind takes it out of its other tables.
+        known = [table for table in tables if attribute in table] or tables
+        for table in known:
             if self._is_in(table, attribute, text):
                 return table[attribute]
         return _ABSENT

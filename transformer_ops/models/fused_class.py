@@ -29,10 +29,13 @@ from .statements import function_of, wrappers_of
 __all__ = ["FusedModule", "fused_class"]
 
 
+_count_modes = torch._C._len_torch_function_stack
+
+
 def _sees_functions() -> bool:
     """Whether a TorchFunctionMode is active, which sees each function that statements call. The one
     that is there for a default device is none."""
-    count = torch._C._len_torch_function_stack()
+    count = _count_modes()
     return count > 0 and not all(
         isinstance(torch._C._get_function_stack_at(i), DeviceContext) for i in range(count)
     )
@@ -137,7 +140,7 @@ class FusedModule(nn.Module):
         if is_compiling():
             is_open = bool(self._tops_open >> i & 1)
             region: Any = self.__dict__[REGIONS][i] if is_open else None
-        elif self.__dict__.get(IS_OFF, False) or _sees_functions():
+        elif self.__dict__.get(IS_OFF, False) or (_count_modes() and _sees_functions()):
             return None
         elif torch._C._get_tracing_state() is not None:
             with outside_of_jit_trace():

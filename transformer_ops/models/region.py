@@ -58,7 +58,6 @@ _MOST_VARIANTS = 16
 # tensors in `functional_call`.
 _MOST_STATES = 4
 _GLOBAL_HOOKS = tuple(f"_global{name}" for name in HOOKS)
-_OF_MODULE = vars(nn.Module()).keys() | {"forward", REGIONS, IS_OFF, RECOMPUTE}
 
 
 class State:
@@ -78,7 +77,7 @@ class State:
 
     def may_take(self, input: Tensor, others: tuple[Any, ...]) -> bool:
         """Whether the ops may run on these tensors, in the current call."""
-        if any(found.are_on() for found in self.captures):
+        if self.captures and any(found.are_on() for found in self.captures):
             return False
         return self.widths is None or self.widths.fit(input, others)
 
@@ -375,7 +374,9 @@ def _unique(parts: Iterable[nn.Module]) -> list[nn.Module]:
 
 def _guard(guards: _C.Guards, part: nn.Module, name: str) -> None:
     own = vars(part)
-    values = [k for k, v in own.items() if k not in _OF_MODULE and type(v) in _WATCHED]
+    # Those of torch's classes are read by statements, or by nobody.
+    is_of_torch = class_of(part).__module__.startswith("torch.nn.")
+    values = [k for k, v in own.items() if k[0] != "_" and type(v) in _WATCHED and not is_of_torch]
     add_guards(
         guards,
         part,

@@ -81,7 +81,8 @@ def add_guards(
     children."""
     own = vars(module)
     guards.add_type(module, f"{name} is of another class")
-    guards.add_attribute(class_of(module), "forward", f"the class of {name} has another forward")
+    what = f"the class of {name} has another forward"
+    guards.add_class_attribute(class_of(module), "forward", what)
     if is_called:
         for method in ("forward", "_call_impl"):
             guards.add_value(own, method, f"{name} has another {method}")
