@@ -166,9 +166,8 @@ def unpacked(op: object, method: str, returned: Any, names: str) -> tuple[Any, .
     """What a method returned. Raises RuntimeError unless it is a tuple (or list) of what `names`
     lists."""
     count = names.count(",") + 1
-    got = shown(returned)
-    if isinstance(returned, tuple | list):
-        if len(returned) == count:
-            return tuple(returned)
-        got = f"{len(returned)} values"
+    is_list = isinstance(returned, (tuple, list))
+    if is_list and len(returned) == count:
+        return tuple(returned)
+    got = f"{len(returned)} values" if is_list else shown(returned)
     raise RuntimeError(f"[{type(op).__name__}] {method} must return ({names}), got {got}")

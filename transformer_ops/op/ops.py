@@ -23,7 +23,9 @@ class Ops(Sequence[Any]):
 
     def __getitem__(self, index: Any) -> Any:
         found = self._ops[index]
-        return list(map(self._found, found)) if isinstance(index, slice) else self._found(found)
+        if isinstance(index, slice):
+            return list(map(self._found, found))
+        return self._found(found) if found is None else found
 
     def _found(self, op: Any) -> Any:
         if op is not None or self._owner is None:

@@ -64,12 +64,12 @@ class Autocast:
             for k, tensor in enumerate(tensors)
         )
 
-    def in_backward(self, device: str) -> AbstractContextManager[object]:
+    def in_backward(self, grad: Tensor) -> AbstractContextManager[object]:
         """The autocast state of forward, which autograd does not restore."""
         if self.dtype is None:
             return nullcontext()
         # A cached cast has no history, so forward calls in the surrounding region must not use it.
-        return torch.autocast(device, self.dtype, cache_enabled=False)
+        return torch.autocast(grad.device.type, self.dtype, cache_enabled=False)
 
 
 def _parameters(

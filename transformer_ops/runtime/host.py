@@ -3,7 +3,6 @@ between forward and backward."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -11,22 +10,20 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from .. import _C
 from ..op.base import BasicOperation, FusibleOperation
 from ..op.context import OperationContext
 from ..plan.plan import Plan, Step
 from . import delayed, main_grad, method_calls
 from .autocast import Autocast
 from .stand_ins import StandIns
+from .weight_call import Weight, WeightCall
 
 Kwargs = list[dict[str, Any]]
 Tensors = Sequence[Tensor | None]
-# An op, and the index of a tensor of its weight.
-Weight = tuple[int, int]
 
 _NO_STAND_INS = StandIns()
-# The attributes of a context that contain what it saves.
-_SAVED = ("to_save", "saved_tensors")
+# The attributes of a context that are there from the start.
+_OWN = ("to_save", "saved_tensors", "requires_grad", "dtype")
 # A placeholder for a tensor among other values.
 _TENSOR = object()
 
@@ -163,7 +160,7 @@ class HostPlan:
         return HostCall(self, kwargs, stand_ins, buffers or {}, backward_pass)
 
 
-class HostCall:
+class HostCall(WeightCall):
     """One call of a plan: the contexts of its ops, and the methods with which C++ runs its Python
     steps. Lists of tensors are flat, op after op, in the order given in executor/host.h."""
 
@@ -175,15 +172,11 @@ class HostCall:
         buffers: Mapping[Weight, main_grad.Buffer],
         backward_pass: int | None,
     ) -> None:
-        self.plan = plan
+        super().__init__(plan, buffers, backward_pass)
         self.kwargs = kwargs
         self.stand_ins = stand_ins
-        self.buffers = buffers
-        self.given_pass = backward_pass
         self.contexts: dict[int, OperationContext] = {}
         self.own: dict[int, Tensors] = {}
-        # Weight gradients that Python steps computed, to be returned later, by op.
-        self.finished: dict[int, delayed.Finished] = {}
         # id -> (tensor that a Python step got instead, the tensor itself)
         self.copies: dict[int, tuple[Tensor, Tensor]] = {}
         # Under autocast: the indices of parameters among the tensors that an op saves itself.
@@ -324,7 +317,7 @@ class HostCall:
         own = vars(self.contexts[op])
         taken: list[Tensor] = []
         for name, value in list(own.items()):
-            if name in _SAVED or not isinstance(value, Tensor | list | tuple | dict):
+            if name in _OWN or not isinstance(value, Tensor | list | tuple | dict):
                 continue
             leaves, spec = tree_flatten(value)
             if not any(id(leaf) in self.seen for leaf in leaves):
@@ -369,11 +362,9 @@ class HostCall:
             vars(context).update(attributes.get(i, {}))
         try:
             computed = [context.dtype for context in contexts]
-            others = StandIns(
-                self.stand_ins.real, cast(Sequence[Tensor], standing), self.stand_ins.is_trace
-            )
-            device = cast(Tensor, grads[0]).device.type
-            with self._seen_by(step, computed, others), self.plan.autocast.in_backward(device):
+            others = self.stand_ins.with_given(cast(Sequence[Tensor], standing))
+            in_backward = self.plan.autocast.in_backward(cast(Tensor, grads[0]))
+            with self._seen_by(step, computed, others), in_backward:
                 grad_input, grad_parameters, grad_extra_inputs = method_calls.backward(
                     step.op,
                     contexts,
@@ -425,84 +416,3 @@ class HostCall:
         tensor = basic._parameter_tensors()[k]
         found = (name for name, p in basic.named_parameters() if p is tensor)
         return next(found, self.plan.plan.parameter_names[op][k])
-
-    # ---- weights that accumulate
-
-    def backward_pass(self) -> int:
-        """The number of the pass that the gradients belong to: the one that runs, or that left
-        them."""
-        return _C.current_backward_pass() if self.given_pass is None else self.given_pass
-
-    def accumulation(self, op: int) -> tuple[list[Tensor], bool] | None:
-        """The buffers to which a product may add its weight gradients, and whether it overwrites
-        them."""
-        weights = self.plan.weights_of(op)
-        if len(weights) > 1 and not all(weight.requires_grad for weight in weights):
-            return None
-        own = [main_grad.buffer_of(weight) for weight in weights]
-        if not all(map(main_grad.takes_products, (b.tensor for b in own), weights)):
-            return None
-        given = [self.buffers.get((op, k), buffer) for k, buffer in enumerate(own)]
-        backward_pass = self.backward_pass()
-        overwrites = {buffer.is_first(backward_pass) for buffer in given}
-        if len(overwrites) > 1:
-            return None
-        # If one parameter is in two positions, its gradients are added.
-        if len({id(buffer.tensor) for buffer in given}) < len(given):
-            return None
-        return [buffer.tensor for buffer in given], overwrites.pop()
-
-    def accumulate(self, op: int, k: int, grad: Tensor | None) -> Tensor | None:
-        """Adds the gradient of tensor k of a weight to its buffer, unless a product did. Returns
-        the gradient for autograd."""
-        if op in self.plan.delaying:
-            # A Python step has already computed it.
-            if grad is not None:
-                self._finished(op, k).grads[k] = grad
-            return None
-        return self.accumulate_now(op, k, grad)
-
-    def _finished(self, op: int, k: int) -> delayed.Finished:
-        """The object that collects tensor k of this backward's gradients."""
-        found = self.finished.get(op)
-        if found is None or any(grad is not None for grad in found.grads[k:]):
-            found = self.finished[op] = delayed.Finished(len(self.plan.weight_names[op]))
-            self.delay(op, found)
-        return found
-
-    def accumulate_now(self, op: int, k: int, grad: Tensor | None) -> Tensor | None:
-        """The same for a gradient that is not computed later."""
-        weight = self.plan.weight_of(op, k)
-        buffer = self.buffers.get((op, k)) or main_grad.buffer_of(weight)
-        backward_pass = self.backward_pass()
-        if grad is not None:
-            main_grad.accumulate(buffer, grad, backward_pass)
-        buffer.note(backward_pass)
-        return main_grad.for_autograd(weight)
-
-    # ---- weights whose gradients are computed after backward
-
-    def delay(self, op: int, product: delayed.Product) -> None:
-        """Stores the call that computes the gradient of an op's weight until its
-        `backward_dw()`."""
-        own: Any = self.plan.basic_ops[op]
-        own._delay(functools.partial(finish, self.plan, op, product, self.backward_pass()))
-
-
-def finish(plan: HostPlan, op: int, product: delayed.Product, backward_pass: int) -> None:
-    """Computes the gradient that backward left, and passes it to its buffer or to autograd."""
-    call, weights = plan.start(backward_pass=backward_pass), plan.weights_of(op)
-    if op not in plan.accumulating:
-        delayed.give_to_autograd(weights, product.run)
-        return
-    target = call.accumulation(op)
-    is_added = target is not None and product.run_into(*target)
-    grads = [None] * len(weights) if is_added else product.run()
-    dummies = [
-        call.accumulate_now(op, k, grad)
-        if weight.requires_grad and (is_added or grad is not None)
-        else None
-        for k, (weight, grad) in enumerate(zip(weights, grads, strict=True))
-    ]
-    if any(dummy is not None for dummy in dummies):
-        delayed.give_to_autograd(weights, lambda: dummies)

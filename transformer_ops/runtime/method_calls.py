@@ -148,7 +148,7 @@ def check_saved(op: FusibleOperation, tensors: Any) -> None:
     """Checks what a context is to save. Raises RuntimeError unless it is a tuple (or list) of
     tensors and None."""
     wrong = tensors
-    if isinstance(tensors, tuple | list):
+    if isinstance(tensors, _PLAIN_LISTS):
         for wrong in tensors:
             if not (wrong is None or is_tensor(wrong)):
                 break

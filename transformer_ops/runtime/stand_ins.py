@@ -25,9 +25,13 @@ class StandIns:
         self._by_id = {id(r): g for r, g in zip(self.real, self.given, strict=True) if r is not g}
         self._mode: _Mode | None = None
 
+    def with_given(self, given: Sequence[Tensor]) -> StandIns:
+        """The same with other replacements."""
+        return StandIns(self.real, given, self.is_trace) if self.real or self.is_trace else self
+
     def replace(self, value: Any) -> Any:
         """The replacement of a tensor; other values are returned unchanged."""
-        return self._by_id.get(id(value), value) if isinstance(value, Tensor) else value
+        return self._by_id.get(id(value), value)
 
     def __enter__(self) -> StandIns:
         if self._by_id or self.is_trace:
