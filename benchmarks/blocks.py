@@ -82,6 +82,12 @@ LLAMA_BLOCK = Block(
     lambda h, f: Residual(*_eager_llama(h, f)),
     lambda h, f: residual(*_our_llama(h, f)),
 )
+# As small as what a user's first fusion replaces.
+LINEAR_GELU = Block(
+    "Linear-GELU",
+    lambda h, f: nn.Sequential(nn.Linear(h, h), nn.GELU(approximate="tanh")),
+    lambda h, f: tops.Sequential(tops.Linear(h, h), tops.GELU()),
+)
 BLOCKS = [MLP, GELU_BLOCK, LLAMA_BLOCK]
 
 

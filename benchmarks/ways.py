@@ -123,7 +123,59 @@ class _LinearGELU(tops.FusedOperation):
         gelu.save_for_backward(tensors_to_save[1])
 
 
-def fuse_in_python(module: tops.Sequential) -> tops.FusionHandle:
+def _linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    hidden = nn.functional.linear(x, weight, bias)
+    return nn.functional.gelu(hidden, approximate="tanh"), hidden
+
+
+def _gradients(grad: Tensor, x: Tensor, weight: Tensor, hidden: Tensor) -> tuple[Tensor, ...]:
+    grad = torch.ops.aten.gelu_backward(grad, hidden, approximate="tanh")
+    return grad @ weight, grad.T @ x, grad.sum(0)
+
+
+class _LinearGELUFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        out, hidden = _linear_gelu(x, weight, bias)
+        ctx.save_for_backward(x, weight, hidden)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _gradients(grad, *ctx.saved_tensors)
+
+
+class FunctionOfLinearGELU(_Parameters):
+    """A Python `autograd.Function` with the calls of `JointLinearGELU`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[n, in] -> [n, out]."""
+        out: Tensor = _LinearGELUFunction.apply(x, *self._read())
+        return out
+
+
+class JointLinearGELU(tops.FusedOperation):
+    """Forward and backward of Linear, bias and GELU by calls of torch."""
+
+    def fuser_forward_compute(self, input_: Tensor, **unused: Any) -> Any:
+        """Pure: output, extra outputs, what backward reads."""
+        ops: list[Any] = self.basic_ops
+        out, hidden = _linear_gelu(input_, ops[0].weight, ops[1].bias)
+        return out, [(), (), ()], (input_, ops[0].weight, hidden)
+
+    def fuser_forward_save_ctx(
+        self, basic_op_ctxs: Any, input_: Tensor, tensors_to_save: Any, **unused: Any
+    ) -> None:
+        """Saves them in the context of the first op."""
+        basic_op_ctxs[0].save_for_backward(*tensors_to_save)
+
+    def fuser_backward(self, basic_op_ctxs: Any, grad_output: Tensor, **unused: Any) -> Any:
+        """Gradients of the input, the parameters and no extra inputs."""
+        grad, grad_weight, grad_bias = _gradients(grad_output, *basic_op_ctxs[0].saved_tensors)
+        return grad, [(grad_weight,), (grad_bias,), ()], [(), (), ()]
+
+
+def fuse_in_python(module: tops.Sequential, is_joint: bool = False) -> tops.FusionHandle:
     """Registers a fusion of Linear and GELU in Python for this module alone."""
     parts: list[Any] = list(module)
     mine = {id(op) for part in parts for op in part.basic_ops}
@@ -131,9 +183,12 @@ def fuse_in_python(module: tops.Sequential) -> tops.FusionHandle:
     def is_mine(ops: list[tops.BasicOperation]) -> str | None:
         return None if id(ops[0]) in mine else "it is in another module"
 
-    return tops.register_forward_fusion(
-        _LinearGELU, pattern=[tops.BasicLinear, tops.Bias, tops.GELU], guard=is_mine
-    )
+    pattern = [tops.BasicLinear, tops.Bias, tops.GELU]
+    if is_joint:
+        return tops.register_forward_backward_fusion(
+            JointLinearGELU, pattern=pattern, guard=is_mine
+        )
+    return tops.register_forward_fusion(_LinearGELU, pattern=pattern, guard=is_mine)
 
 
 def accumulate_into_main_grad(module: nn.Module) -> None:
