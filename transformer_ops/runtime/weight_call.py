@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from .. import _C
 from . import delayed, main_grad
-
-if TYPE_CHECKING:
-    from .host import HostPlan
 
 # An op, and the index of a tensor of its weight.
 Weight = tuple[int, int]
@@ -22,12 +19,13 @@ class WeightCall:
     """The weights of one call of a plan.
 
     Attributes:
+        plan: the `HostPlan`.
         buffers: by weight, the buffers that a trace uses instead of those of the weights.
         given_pass: the pass that the gradients belong to, if it is not the one that runs.
     """
 
     def __init__(
-        self, plan: HostPlan, buffers: Mapping[Weight, main_grad.Buffer], given_pass: int | None
+        self, plan: Any, buffers: Mapping[Weight, main_grad.Buffer], given_pass: int | None
     ) -> None:
         self.plan = plan
         self.buffers = buffers
@@ -94,7 +92,7 @@ class WeightCall:
         own._delay(functools.partial(finish, self.plan, op, product, self.backward_pass()))
 
 
-def finish(plan: HostPlan, op: int, product: delayed.Product, backward_pass: int) -> None:
+def finish(plan: Any, op: int, product: delayed.Product, backward_pass: int) -> None:
     """Computes the gradient that backward left, and passes it to its buffer or to autograd."""
     call, weights = plan.start(backward_pass=backward_pass), plan.weights_of(op)
     if op not in plan.accumulating:
