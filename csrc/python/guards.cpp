@@ -92,7 +92,9 @@ int clear_guards(PyObject* self) {
 
 }  // namespace
 
-Guards::Guards(const py::object& owner) : owner_(py::weakref(owner)) {}
+Guards::Guards(const py::object& owner) {
+  if (!owner.is_none()) owner_ = py::weakref(owner);
+}
 
 py::object Guards::stored(const py::object& object) const {
   if (!owner_) return object;
@@ -194,8 +196,7 @@ void bind_guards(py::module_& module) {
   };
   py::class_<Guards, std::shared_ptr<Guards>>(module, "Guards",
                                               py::custom_type_setup(make_collectable))
-      .def(py::init<>())
-      .def(py::init<py::object>())
+      .def(py::init<py::object>(), py::arg("owner") = py::none())
       .def("add_type", &Guards::add_type)
       .def("add_attribute", &Guards::add_attribute)
       .def("add_class_attribute", &Guards::add_class_attribute)

@@ -18,8 +18,7 @@ namespace py = pybind11;
 // true.
 class Guards {
  public:
-  Guards() = default;
-  // The guards do not keep this module alive, which owns them.
+  // The guards do not keep this module alive, which owns them; None for no such module.
   explicit Guards(const py::object& owner);
 
   // The class of an object must be the same.

@@ -13,6 +13,7 @@ from torch import nn
 
 from ..op.borrowed import class_of
 from .pattern import Choices, Names, choices, match_groups
+from .reads import value_of_name
 from .rules import FuseSkip
 from .whole import names_in, patterns
 
@@ -535,6 +536,13 @@ _EAGER = (
     choices("O = O.transpose(1, 2).contiguous()", "O = O.transpose(1, 2)"),
     choices("return O, W"),
 )
+# Repeats the heads of keys and values.
+_REPEAT = (
+    choices("B, C, T, Z = H.shape"),
+    choices("if N == 1:\n    return H"),
+    choices("H = H[:, :, None, :, :].expand(B, C, N, T, Z)"),
+    choices("return H.reshape(B, C * N, T, Z)"),
+)
 # All that the function which transformers registers as "sdpa" takes.
 _OF_SDPA = {
     "module",
@@ -626,9 +634,17 @@ def known_sdpa(interface: Any) -> Any:
     own = getattr(function, "__module__", ""), getattr(function, "__name__", "")
     if own != ("transformers.integrations.sdpa_attention", "sdpa_attention_forward"):
         return None
-    return function if set(inspect.signature(function).parameters) <= _OF_SDPA else None
+    is_known = set(inspect.signature(function).parameters) <= _OF_SDPA and _repeats(function)
+    return function if is_known else None
 
 
 def is_known_eager(function: Any) -> bool:
     """Whether a function computes attention step by step."""
-    return match_groups(function, _EAGER) is not None
+    return match_groups(function, _EAGER) is not None and _repeats(function)
+
+
+def _repeats(function: Any) -> bool:
+    """Whether a function repeats heads in the way that is known, or not at all."""
+    if "repeat_kv" not in function.__code__.co_names:
+        return True
+    return match_groups(value_of_name(function, "repeat_kv"), _REPEAT) is not None

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling, is_exporting
-from torch.utils._device import DeviceContext
 
 from ..guard_groups import untraced
 from ..marks import outside_of_jit_trace
@@ -35,6 +34,8 @@ _count_modes = torch._C._len_torch_function_stack
 def _sees_functions() -> bool:
     """Whether a TorchFunctionMode is active, which sees each function that statements call. The one
     that is there for a default device is none."""
+    from torch.utils._device import DeviceContext
+
     count = _count_modes()
     return count > 0 and not all(
         isinstance(torch._C._get_function_stack_at(i), DeviceContext) for i in range(count)

@@ -65,7 +65,7 @@ class State:
 
     def __init__(self, module: nn.Module | None = None, parts: Sequence[nn.Module] = ()) -> None:
         # The module owns them.
-        self.guards = _C.Guards() if module is None else _C.Guards(module)
+        self.guards = _C.Guards(module)
         self.modules = list(map(id, parts))
         self.sequential: Sequential | None = None
         self.reason = "not called yet"
@@ -374,7 +374,7 @@ def _unique(parts: Iterable[nn.Module]) -> list[nn.Module]:
 
 def _guard(guards: _C.Guards, part: nn.Module, name: str) -> None:
     own = vars(part)
-    # Those of torch's classes are read by statements, or by nobody.
+    # Nobody reads attributes of torch's classes but their statements.
     is_of_torch = class_of(part).__module__.startswith("torch.nn.")
     values = [k for k, v in own.items() if k[0] != "_" and type(v) in _WATCHED and not is_of_torch]
     add_guards(
