@@ -16,6 +16,7 @@
 
 #include "fuser/fork_safe_mutex.h"
 #include "op/backend.h"
+#include "op/batching.h"
 #include "op/buffer.h"
 #include "op/codes.h"
 #include "op/decomposition.h"
@@ -397,6 +398,7 @@ void add_to_torch(const Variant& variant) {
   add_kernel<DeviceKernel<&Bodies::cpu>>(variant, DispatchKey::CPU);
   add_kernel<DeviceKernel<&Bodies::cuda>>(variant, DispatchKey::CUDA);
   for (const auto key : autograd_keys()) add_kernel<AutogradShortcut>(variant, key);
+  if (!variant.op.random) add_batching(torch_library(variant.name), variant.name);
 }
 
 void register_cuda_bodies(DispatchKey key) {

@@ -13,6 +13,7 @@
 #include "fuser/attribute.h"
 #include "fuser/fork_safe_mutex.h"
 #include "fuser/text.h"
+#include "op/batching.h"
 #include "op/frame.h"
 #include "op/torch_library.h"
 #include "op/variant.h"
@@ -212,6 +213,7 @@ torch::CppFunction cpu() {
 torch::CppFunction cuda() {
   return torch::CppFunction::makeFromBoxedFunction<run<KernelKind::Cuda>>();
 }
+
 torch::CppFunction autograd() {
   return torch::CppFunction::makeFromBoxedFunction<refuse_gradients>();
 }
@@ -225,6 +227,7 @@ torch::CppFunction autograd() {
   add<cpu>(DispatchKey::CPU);
   add<cuda>(DispatchKey::CUDA);
   for (const DispatchKey key : autograd_keys()) add<autograd>(key);
+  add_batching(torch_library(kRunCall), "run_call");
   return true;
 }();
 

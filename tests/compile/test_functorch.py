@@ -145,3 +145,34 @@ def test_the_module_is_unharmed():
     want = module(x)
     vmap(module)(x)
     torch.testing.assert_close(module(x), want)
+
+
+def norm_glu(**policies):
+    return tops.Sequential(tops.RMSNorm(8), tops.SwiGLU(), **policies)
+
+
+def mlp(**policies):
+    return tops.Sequential(tops.LayerNorm(8), tops.Linear(8, 8), tops.GELU(), **policies)
+
+
+BATCHED = {
+    "lists of weights": (lambda: tops.PackedLinear(8, [4, 4]), ()),
+    "groups": (lambda: tops.GroupedLinear(2, 8, 4), (torch.tensor([2, 1]),)),
+    "recomputed": (norm_glu, ()),
+    "recomputed products": (lambda: mlp(recompute="products"), ()),
+    "decoded": (lambda: mlp(saved="int8"), ()),
+}
+
+
+@pytest.mark.parametrize("name", BATCHED)
+def test_batches_of_gradients_in_autograd(name):
+    make, extra = BATCHED[name]
+    module, x = make(), torch.randn(3, 8)
+
+    def flat(x):
+        output = module(x, *extra)
+        outputs = output if isinstance(output, tuple) else (output,)
+        return torch.cat([tensor.flatten() for tensor in outputs])
+
+    jacobian = torch.autograd.functional.jacobian
+    torch.testing.assert_close(jacobian(flat, x, vectorize=True), jacobian(flat, x))
