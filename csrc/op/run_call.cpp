@@ -2,6 +2,7 @@
 
 #include <ATen/core/jit_type.h>
 #include <ATen/record_function.h>
+#include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/jit/frontend/function_schema_parser.h>
 #include <torch/library.h>
 
@@ -214,8 +215,41 @@ torch::CppFunction cuda() {
   return torch::CppFunction::makeFromBoxedFunction<run<KernelKind::Cuda>>();
 }
 
+// The results require a gradient, and raise in a second backward: saved statistics that they were
+// computed from have none.
+struct OnceDifferentiated : torch::autograd::Function<OnceDifferentiated> {
+  static Tensors forward(torch::autograd::AutogradContext* ctx, at::TensorList /*tensors*/,
+                         const std::string& op, const OperatorHandle& handle, DispatchKeySet keys,
+                         Stack* stack) {
+    ctx->saved_data["op"] = op;
+    const at::AutoDispatchBelowAutograd below_autograd;
+    handle.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
+    return stack->back().toTensorVector();
+  }
+  static Tensors backward(torch::autograd::AutogradContext* ctx, const Tensors&) {
+    TORCH_CHECK_NOT_IMPLEMENTED(false, "[run_call] ", ctx->saved_data["op"].toStringRef(),
+                                " must be differentiated once, got a second backward");
+  }
+};
+
+// Backward in a graph of make_fx calls ops by run_call, also where the graph runs with gradients.
+void run_with_gradients(const OperatorHandle& handle, DispatchKeySet keys, Stack* stack) {
+  const bool has_tangents = [&] {
+    const at::NoGradGuard no_grad;
+    return wants_gradient(stack->back());
+  }();
+  if (has_tangents || !wants_gradient(stack->back())) {
+    return refuse_gradients(handle, keys, stack);
+  }
+  const Tensors tensors = stack->back().toTensorVector();
+  const std::string op = parsed(torch::jit::peek(*stack, 0, 2).toStringView())->variant().name;
+  const Tensors results =
+      OnceDifferentiated::apply(at::TensorList(tensors), op, handle, keys, stack);
+  stack->back() = results;
+}
+
 torch::CppFunction autograd() {
-  return torch::CppFunction::makeFromBoxedFunction<refuse_gradients>();
+  return torch::CppFunction::makeFromBoxedFunction<run_with_gradients>();
 }
 
 [[maybe_unused]] const bool registered = [] {

@@ -4,6 +4,7 @@ import pytest
 import torch
 from op_cases import CASES
 from torch.func import functional_call, grad, hessian, jacrev, jvp, vjp, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import transformer_ops as tops
 
@@ -176,3 +177,16 @@ def test_batches_of_gradients_in_autograd(name):
 
     jacobian = torch.autograd.functional.jacobian
     torch.testing.assert_close(jacobian(flat, x, vectorize=True), jacobian(flat, x))
+
+
+def test_a_graph_of_make_fx_with_backward_runs_with_gradients():
+    module, x = norm_glu(), torch.randn(3, 8, requires_grad=True)
+
+    def gradients(x):
+        return torch.autograd.grad(module(x).square().sum(), [x, *module.parameters()])
+
+    graph = make_fx(gradients)(x)
+    assert "run_call" in graph.code
+    torch.testing.assert_close(graph(x), gradients(x))
+    with pytest.raises(RuntimeError, match="recompute_rms_norm must be differentiated once"):
+        graph(x)[0].square().sum().backward()
