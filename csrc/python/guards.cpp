@@ -196,7 +196,7 @@ void bind_guards(py::module_& module) {
   };
   py::class_<Guards, std::shared_ptr<Guards>>(module, "Guards",
                                               py::custom_type_setup(make_collectable))
-      .def(py::init<py::object>(), py::arg("owner") = py::none())
+      .def(py::init<py::object>())
       .def("add_type", &Guards::add_type)
       .def("add_attribute", &Guards::add_attribute)
       .def("add_class_attribute", &Guards::add_class_attribute)
@@ -204,7 +204,6 @@ void bind_guards(py::module_& module) {
       .def("add_value", &Guards::add_value)
       .def("add_type_of_value", &Guards::add_type_of_value)
       .def("add_size", &Guards::add_size)
-      .def("__len__", &Guards::size)
       .def("hold", &Guards::hold)
       .def("broken", [](const Guards& guards) -> std::optional<std::string> {
         const std::string* const text = guards.broken();

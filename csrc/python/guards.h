@@ -48,8 +48,6 @@ class Guards {
     conditions_.clear();
     known_.clear();
   }
-  // How many conditions there are.
-  size_t size() const { return conditions_.size(); }
 
  private:
   enum class Kind { Type, Attribute, ClassAttribute, Value, TypeOfValue, Shape, Size };

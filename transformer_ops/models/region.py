@@ -156,7 +156,7 @@ class Region:
         self.forget()
         self.state = State()
         self.state.reason = reason
-        self._closed = _C.Guards()
+        self._closed = _C.Guards(None)
         for part in _unique(self.parts(module)):
             self._closed.add_type(part, "")
             for name in part._modules:
@@ -178,7 +178,7 @@ class Region:
 
     def check(self, module: nn.Module) -> None:
         """FuseSkip with the reason where the ops may not run now."""
-        self._make_watched(_C.Guards(), module)
+        self._make_watched(_C.Guards(None), module)
 
     def may_run(self, module: nn.Module) -> bool:
         """Whether its statements are in no branch that attributes of the module rule out."""

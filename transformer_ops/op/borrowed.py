@@ -169,7 +169,7 @@ def guards_of(ops: Iterable[Any]) -> _C.Guards | None:
     ]
     if not borrowed:
         return None
-    guards = _C.Guards()
+    guards = _C.Guards(None)
     for op in borrowed:
         op._add_guards(guards)
     return guards
