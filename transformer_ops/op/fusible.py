@@ -306,7 +306,8 @@ class FusibleOperation(nn.Module, ObservedMixin):
 
     def _is_seen_at_the_call(self, name: str, value: Any) -> bool:
         """Whether the next call sees the new value without being told."""
-        known = self._parameters.get(name)
+        # A replica of DataParallel that is being made has no parameters yet.
+        known = self.__dict__.get("_parameters", {}).get(name)
         if isinstance(value, Tensor) and known is not None:
             return not self._is_watched or value.shape == known.shape
         if name[0] == "_":
