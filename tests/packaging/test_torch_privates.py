@@ -14,7 +14,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch._functorch.pyfunctorch
 import torch.distributed as dist
+import torch.utils._device
+import torch.utils._python_dispatch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -43,16 +46,27 @@ NAMES = [
     "torch.Tensor._make_wrapper_subclass",
     "torch._C.DisableTorchFunctionSubclass",
     "torch._C._DisableTorchDispatch",
+    "torch._C._are_functorch_transforms_active",
+    "torch._C._autograd._get_current_graph_task_keep_graph",
     "torch._C._current_graph_task_id",
     "torch._C._disabled_torch_function_impl",
+    "torch._C._functorch.is_legacy_batchedtensor",
+    "torch._C._get_function_stack_at",
+    "torch._C._get_tracing_state",
     "torch._C._is_torch_function_enabled",
+    "torch._C._len_torch_function_stack",
+    "torch._C._set_tracing_state",
     "torch._C.parse_schema",
     "torch._disable_dynamo",
     "torch._dynamo",
     "torch._dynamo.config.patch",
+    "torch._functorch.pyfunctorch",
     "torch._subclasses.FakeTensor",
     "torch.amp.autocast_mode._cast",  # in a pattern: the norm of Nemotron calls it
     "torch.distributed.distributed_c10d._resolve_process_group",
+    "torch.fx._symbolic_trace",
+    "torch.utils._device",
+    "torch.utils._python_dispatch",
     "torch.utils._pytree",
 ]
 MODULE_DICTS = [

@@ -32,8 +32,11 @@ def class_of(module: nn.Module) -> type[Any]:
 
 
 def _is_call(function: Any) -> bool:
-    """Whether it is the `__call__` of torch's modules, or notes the calls of it for a report."""
-    return getattr(function, "_tops_noted", function) is _CALL
+    """Whether it is the `__call__` of torch's modules, or notes its calls: for a report, or in a
+    trace of torch.fx."""
+    names = getattr(function, "__globals__", {})
+    is_of_fx = names.get("__name__") == "torch.fx._symbolic_trace"
+    return is_of_fx or getattr(function, "_tops_noted", function) is _CALL
 
 
 def find_obstacle(

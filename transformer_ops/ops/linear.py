@@ -28,6 +28,14 @@ _REFERENCE_KEYS = {"basic_ops.0.weight": "weight", "basic_ops.1.bias": "bias"}
 _REFERENCE_STATES = ("basic_ops.0._extra_state", "basic_ops.1._extra_state")
 
 
+class _Parts(list[BasicOperation]):
+    """The parts of a Linear, which do not keep it alive. The list does."""
+
+    def __init__(self, owner: nn.Module, parts: list[BasicOperation]) -> None:
+        super().__init__(parts)
+        self._owner = owner
+
+
 class LinearProduct(View, BasicLinear):
     """The product of a `Linear`, which is its `owner`."""
 
@@ -162,7 +170,7 @@ class Linear(FusibleOperation, SplitProductMixin):
             views = self._make_views()
         # If the bias was deleted, the Bias raises an error with its name.
         bias = [] if getattr(self, "bias", views) is None else [views.bias]
-        return [*views.before, views.product, *bias, *views.after]
+        return _Parts(self, [*views.before, views.product, *bias, *views.after])
 
     def _load_from_state_dict(
         self,
