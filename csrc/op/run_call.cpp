@@ -215,9 +215,8 @@ torch::CppFunction cuda() {
   return torch::CppFunction::makeFromBoxedFunction<run<KernelKind::Cuda>>();
 }
 
-// The results require a gradient, and raise in a second backward: saved statistics that they were
-// computed from have none.
-struct OnceDifferentiated : torch::autograd::Function<OnceDifferentiated> {
+// The results require a gradient, and their backward raises.
+struct Undifferentiated : torch::autograd::Function<Undifferentiated> {
   static Tensors forward(torch::autograd::AutogradContext* ctx, at::TensorList /*tensors*/,
                          const std::string& op, const OperatorHandle& handle, DispatchKeySet keys,
                          Stack* stack) {
@@ -227,8 +226,10 @@ struct OnceDifferentiated : torch::autograd::Function<OnceDifferentiated> {
     return stack->back().toTensorVector();
   }
   static Tensors backward(torch::autograd::AutogradContext* ctx, const Tensors&) {
-    TORCH_CHECK_NOT_IMPLEMENTED(false, "[run_call] ", ctx->saved_data["op"].toStringRef(),
-                                " must be differentiated once, got a second backward");
+    TORCH_CHECK_NOT_IMPLEMENTED(false, "[run_call] tensors of ",
+                                ctx->saved_data["op"].toStringRef(),
+                                " must not require a gradient, because none passes through this "
+                                "op, got a backward");
   }
 };
 
@@ -243,8 +244,7 @@ void run_with_gradients(const OperatorHandle& handle, DispatchKeySet keys, Stack
   }
   const Tensors tensors = stack->back().toTensorVector();
   const std::string op = parsed(torch::jit::peek(*stack, 0, 2).toStringView())->variant().name;
-  const Tensors results =
-      OnceDifferentiated::apply(at::TensorList(tensors), op, handle, keys, stack);
+  const Tensors results = Undifferentiated::apply(at::TensorList(tensors), op, handle, keys, stack);
   stack->back() = results;
 }
 
