@@ -31,6 +31,7 @@ from op_references import (
     l2_normalization,
     layer_norm,
     linear_cross_entropy,
+    lora_linear,
     packed_linear,
     places_for,
     qgelu,
@@ -272,6 +273,22 @@ CASES = [
         lambda: tops.PackedLinear(16, (8, 4, 4)),
         packed_linear,
         all_of_input,
+        bad=((3, 15), r"input"),
+    ),
+    OpCase(
+        "LoRALinear",
+        lambda: tops.LoRALinear(16, 8, 2, scaling=0.5).requires_grad_(),
+        lora_linear([0], [0.5]),
+        lambda h, B: (h + 2) * B,
+        bad=((3, 15), r"input must have last dimension 16, got shape \[3, 15\]"),
+    ),
+    OpCase(
+        "LoRALinear-two-of-three",
+        lambda: tops.LoRALinear(
+            16, (8, 4, 4), (2, 3, 1), scaling=(0.25, 0.125, 0.5), adapted=(0, 2, 0), bias=False
+        ).requires_grad_(),
+        lora_linear([0, 2, 0], [0.25, 0.125, 0.5]),
+        lambda h, B: (h + 6) * B,
         bad=((3, 15), r"input"),
     ),
     OpCase(

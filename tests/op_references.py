@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -259,6 +259,18 @@ def packed_linear(x: Tensor, **parameters: Tensor) -> Tensor:
         for prefix in ("weight", "bias")
     )
     return F.linear(x, torch.cat(weight), torch.cat(bias) if bias else None)
+
+
+def lora_linear(adapted: Sequence[int], scaling: Sequence[float]) -> Callable[..., Tensor]:
+    def compute(x: Tensor, **parameters: Tensor) -> Tensor:
+        weights = (tensor for name, tensor in parameters.items() if name.startswith("weight"))
+        found = [F.linear(x, w, parameters.get(f"bias{i}")) for i, w in enumerate(weights)]
+        for k, (i, scale) in enumerate(zip(adapted, scaling, strict=True)):
+            hidden = x.to(parameters[f"lora_a{k}"].dtype) @ parameters[f"lora_a{k}"].T
+            found[i] = (found[i] + scale * hidden @ parameters[f"lora_b{k}"].T).to(x.dtype)
+        return torch.cat(found, -1)
+
+    return compute
 
 
 def scaled(reference: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:

@@ -4,28 +4,32 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from .op.base import BasicOperation, FusibleOperation
-from .op.borrowed import Borrowed, class_of
+from .op.borrowed import Borrowed, class_of, find_obstacle
 from .ops.activation import GELU, ReLU, SiLU
 from .ops.basic_linear import BasicLinear
 from .ops.bias import Bias
 from .ops.drop_path import DropPath
 from .ops.dropout import Dropout
 from .ops.layer_scale import LayerScale
+from .ops.lora_linear import LoRALinear
 from .ops.norm import LayerNorm, RMSNorm
 from .ops.packed_linear import PackedLinear
 
 __all__ = [
+    "Adapted",
+    "Adapter",
     "BorrowedDropPath",
     "BorrowedDropout",
     "BorrowedLayerNorm",
     "BorrowedLayerScale",
     "BorrowedLinear",
+    "BorrowedLoRALinear",
     "BorrowedPackedLinear",
     "BorrowedProduct",
     "BorrowedRMSNorm",
@@ -167,6 +171,102 @@ class BorrowedPackedLinear(Borrowed, PackedLinear):
         or a `forward` of its own."""
         if self._obstacle() is not None:
             return torch.cat([owner(input) for owner in self._owners()], -1)
+        return FusibleOperation.forward(self, input, *extra_inputs, **kwargs)
+
+
+class Adapter(NamedTuple):
+    """Modules of an adapter of low rank: `scaling * b(a(dropout(x)))`."""
+
+    a: nn.Module
+    b: nn.Module
+    dropout: nn.Module
+    scaling: float
+
+
+class Adapted(NamedTuple):
+    """A module that adds adapters to the product of its base, a `torch.nn.Linear` or, if it
+    `is_transposed`, a module with a weight `[in_features, out_features]`."""
+
+    module: nn.Module
+    base: nn.Module
+    adapters: tuple[Adapter, ...]
+    is_transposed: bool
+
+    @property
+    def weight(self) -> Tensor:
+        """`[out_features, in_features]`."""
+        weight: Any = self.base.weight
+        return weight.t() if self.is_transposed else weight
+
+
+class BorrowedLoRALinear(Borrowed, LoRALinear):
+    """Products with adapters, of one input and side by side. Some of them may have no adapters."""
+
+    accumulate_into_main_grad = False
+
+    def __init__(self, *parts: Adapted) -> None:
+        super().__init__(parts[0].module)
+        own = self.__dict__
+        own["_parts"] = parts
+        adapters = [(i, one) for i, part in enumerate(parts) for one in part.adapters]
+        own["_adapters"] = [one for _, one in adapters]
+        own["adapted"] = tuple(i for i, _ in adapters)
+        own["scaling"] = tuple(one.scaling for _, one in adapters)
+        self.__dict__["_forwards"] = [class_of(one).forward for one in self._owners()]
+
+    def _owners(self) -> list[nn.Module]:
+        own = self.__dict__
+        products = (module for part in own["_parts"] for module in (part.module, part.base))
+        adapters = (module for one in own["_adapters"] for module in one[:3])
+        return [*products, *adapters]
+
+    def _obstacle(self) -> str | None:
+        forwards = self.__dict__["_forwards"]
+        pairs = zip(self._owners(), forwards, strict=True)
+        found = (find_obstacle(owner, forward, owner._parameters) for owner, forward in pairs)
+        return next((why for why in found if why is not None), None)
+
+    def _tensor_places(self) -> list[tuple[nn.Module, str]]:
+        own = self.__dict__
+        weights = [
+            (self, f"weight{i}") if part.is_transposed else (part.base, "weight")
+            for i, part in enumerate(own["_parts"])
+        ]
+        biases = [(part.base, "bias") for part in own["_parts"]]
+        a = [(one.a, "weight") for one in own["_adapters"]]
+        return [*weights, *biases, *a, *((one.b, "weight") for one in own["_adapters"])]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("weight"):
+            return self.__dict__["_parts"][int(name.removeprefix("weight"))].weight
+        return super().__getattr__(name)
+
+    @property
+    def training(self) -> bool:
+        """Whether a dropout of its adapters drops."""
+        return any(one.dropout.training for one in self.__dict__["_adapters"])
+
+    @training.setter
+    def training(self, value: bool) -> None:
+        pass
+
+    @property
+    def p(self) -> float:  # type: ignore[override]
+        return float(getattr(self.__dict__["_adapters"][0].dropout, "p", 0.0))
+
+    @property
+    def in_features(self) -> int:  # type: ignore[override]
+        return int(self.__dict__["_parts"][0].weight.shape[1])
+
+    @property
+    def out_features(self) -> tuple[int, ...]:  # type: ignore[override]
+        return tuple(part.weight.shape[0] for part in self.__dict__["_parts"])
+
+    def forward(self, input: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Any:
+        """Same as `FusibleOperation.forward`, but the modules themselves are called if one has
+        hooks or a `forward` of its own."""
+        if self._obstacle() is not None:
+            return torch.cat([part.module(input) for part in self.__dict__["_parts"]], -1)
         return FusibleOperation.forward(self, input, *extra_inputs, **kwargs)
 
 

@@ -12,6 +12,7 @@ std::string constant_text(const c10::IValue& value) {
   if (value.isDouble()) return to_text(Attribute(value.toDouble()));
   if (value.isString()) return to_text(Attribute(value.toStringRef()));
   if (value.isIntList()) return to_text(Attribute(value.toIntVector()));
+  if (value.isDoubleList()) return to_text(Attribute(value.toDoubleVector()));
   const auto flags = value.toBoolList();
   return to_text(Attribute(std::vector<bool>(flags.begin(), flags.end())));
 }

@@ -15,6 +15,7 @@ struct KindOf {
   const char* operator()(double) const { return "float"; }
   const char* operator()(const std::string&) const { return "str"; }
   const char* operator()(const std::vector<int64_t>&) const { return "int[]"; }
+  const char* operator()(const std::vector<double>&) const { return "float[]"; }
   const char* operator()(const std::vector<bool>&) const { return "bool[]"; }
 };
 
@@ -63,6 +64,9 @@ bool fits_list(const Argument& argument, const c10::Type& element, std::optional
   if (const auto* constant = std::get_if<Attribute>(&argument)) {
     if (const auto* flags = std::get_if<std::vector<bool>>(constant)) {
       return element.kind() == TypeKind::BoolType && fits_length(flags->size());
+    }
+    if (const auto* numbers = std::get_if<std::vector<double>>(constant)) {
+      return element.kind() == TypeKind::FloatType && fits_length(numbers->size());
     }
     if (const auto* sizes = std::get_if<std::vector<int64_t>>(constant)) {
       // An empty list fits both integers and tensors.

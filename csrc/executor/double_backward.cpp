@@ -106,7 +106,7 @@ class Rerun {
           .slot = [&](const std::string& name) { return saved_slot(op, name); },
           .output = saved_output(op),
           .attributes = planned.attributes,
-          .extra_input = [&](const std::string& name) { return *argument(op, name); },
+          .tensors = [&](const std::string& name) { return tensors(op, name); },
           .give = [&](const std::string& name, Tensor value) { *result(op, name) = value; }};
       if (const Tensor output = replay(call); output.defined()) {
         frame_.values[unfused_->boundaries[op + 1]] = output;
@@ -154,12 +154,24 @@ class Rerun {
   }
 
   // The value of an argument or result by its name in the schema; null for None.
-  Tensor* argument(int op, const std::string& name) {
+  const Program::Operand& operand_of(int op, const std::string& name) const {
     const auto& fields = declaration(unfused_->plan.ops[op].kind).forward_schema.arguments;
     const auto field = std::ranges::find(fields, name, &Schema::Field::name);
-    const auto* const load =
-        std::get_if<Program::Load>(&call_of(op).operands[field - fields.begin()]);
+    return call_of(op).operands[field - fields.begin()];
+  }
+  Tensor* argument(int op, const std::string& name) {
+    const auto* const load = std::get_if<Program::Load>(&operand_of(op, name));
     return load != nullptr ? &frame_.values[load->value] : nullptr;
+  }
+  Tensors tensors(int op, const std::string& name) {
+    Tensors found;
+    const Program::Operand& operand = operand_of(op, name);
+    if (const auto* const load = std::get_if<Program::Load>(&operand)) {
+      found.push_back(frame_.values[load->value]);
+    } else if (const auto* const list = std::get_if<Program::LoadList>(&operand)) {
+      for (const auto& each : *list) found.push_back(frame_.values[each.value]);
+    }
+    return found;
   }
   Tensor* result(int op, const std::string& name) {
     const auto& fields = declaration(unfused_->plan.ops[op].kind).forward_schema.results;

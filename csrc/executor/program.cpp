@@ -86,6 +86,7 @@ c10::IValue to_ivalue(const Attribute& attribute) {
     c10::IValue operator()(double value) const { return value; }
     c10::IValue operator()(const std::string& value) const { return value; }
     c10::IValue operator()(const std::vector<int64_t>& value) const { return value; }
+    c10::IValue operator()(const std::vector<double>& value) const { return value; }
     c10::IValue operator()(const std::vector<bool>& value) const { return value; }
   };
   return std::visit(Converter{}, attribute);

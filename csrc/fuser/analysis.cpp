@@ -185,6 +185,12 @@ std::optional<DType> Analysis::required_dtype(int op) const {
   }
 }
 
+bool Analysis::keeps_dtype(int op, const std::string& tensor) const {
+  if (key_.autocast || !ops_[op].native) return false;
+  const OpDeclaration& row = declaration(ops_[op].kind);
+  return std::ranges::count(row.own_dtype, row.parameter_of(tensor)) > 0;
+}
+
 DType Analysis::extra_input_dtype(int op, int k) const {
   const auto& source = ops_[op].sources[k];
   if (!source) return from_caller(op, k).dtype;

@@ -41,6 +41,8 @@ class Analysis {
   // The dtype that an op requires for its input, or none.
   std::optional<DType> required_dtype(int op) const;
   // The dtype that an op computes in.
+  // Does the op read that tensor of a parameter in its own dtype?
+  bool keeps_dtype(int op, const std::string& tensor) const;
   DType compute_dtype(int op) const { return required_dtype(op).value_or(dtypes_[op]); }
   DType extra_input_dtype(int op, int k) const;
   // Is a parameter, one tensor of a list, or an extra input of the op given? Optional ones may be

@@ -51,6 +51,7 @@ std::string unquote(const std::string& text) {
 
 Attribute parse_list(const std::string& text) {
   std::vector<int64_t> integers;
+  std::vector<double> numbers;
   std::vector<bool> booleans;
   const std::string body = text.substr(1, text.size() - 2);
   for (size_t begin = 0; begin < body.size();) {
@@ -59,17 +60,22 @@ Attribute parse_list(const std::string& text) {
     const size_t first = body.find_first_not_of(' ', begin);
     const std::string item = first < end ? body.substr(first, end - first) : "";
     int64_t integer = 0;
+    double number = 0;
     if (item == "true" || item == "false") {
       booleans.push_back(item == "true");
     } else if (parse_number(item, integer)) {
       integers.push_back(integer);
+    } else if (parse_number(item, number)) {
+      numbers.push_back(number);
     } else {
-      fail("[plan] a list must hold integers or booleans, got '", text, "'");
+      fail("[plan] a list must hold numbers or booleans, got '", text, "'");
     }
     begin = end + 1;
   }
-  check(integers.empty() || booleans.empty(), "[plan] a list must hold one type, got '", text, "'");
+  const int types = !integers.empty() + !numbers.empty() + !booleans.empty();
+  check(types < 2, "[plan] a list must hold one type, got '", text, "'");
   if (!booleans.empty()) return booleans;
+  if (!numbers.empty()) return numbers;
   return integers;
 }
 
@@ -83,6 +89,9 @@ std::string to_text(const Attribute& attribute) {
     std::string operator()(const std::string& value) const { return quote(value); }
     std::string operator()(const std::vector<int64_t>& value) const {
       return list_text(value, [](int64_t item) { return std::to_string(item); });
+    }
+    std::string operator()(const std::vector<double>& value) const {
+      return list_text(value, float_text);
     }
     std::string operator()(const std::vector<bool>& value) const {
       return list_text(value, [](bool item) { return std::string(item ? "true" : "false"); });

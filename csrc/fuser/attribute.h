@@ -9,8 +9,8 @@
 namespace transformer_ops {
 
 // One constructor argument of an op, as the planner sees it.
-using Attribute =
-    std::variant<bool, int64_t, double, std::string, std::vector<int64_t>, std::vector<bool>>;
+using Attribute = std::variant<bool, int64_t, double, std::string, std::vector<int64_t>,
+                               std::vector<double>, std::vector<bool>>;
 using Attributes = std::map<std::string, Attribute>;
 
 // Conversion between a constant and its text in a plan. Floats round-trip exactly.

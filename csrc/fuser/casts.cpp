@@ -53,7 +53,7 @@ void cast_parameters(const Analysis& analysis, DType compute, Step& step) {
     for (size_t k = 0; k < metas.size(); ++k) {
       if (metas[k].is_absent || metas[k].dtype == compute) continue;
       const std::string& name = analysis.ops()[op].parameters[k];
-      if (is_rounded(analysis, op, name)) continue;
+      if (is_rounded(analysis, op, name) || analysis.keeps_dtype(op, name)) continue;
       const Value cast{Kind::Temporary, op, name};
       for (const Kind kind : {Kind::Parameter, Kind::Slot}) {
         const Value parameter{kind, op, name};

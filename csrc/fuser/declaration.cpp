@@ -68,9 +68,10 @@ void check_names(const OpDeclaration& row) {
           "' must have what is detached among its extra outputs, got '", name, "'");
   }
   for (const Slot& slot : row.slots) {
-    check(!slot.when || row.has_attribute(slot.when->attribute), "[declaration] '", row.kind,
-          "' must have the attribute of slot '", slot.name, "', got '",
-          slot.when ? slot.when->attribute : "", "'");
+    const bool is_known =
+        !slot.when || row.has_attribute(slot.when->attribute) || row.has_flag(slot.when->attribute);
+    check(is_known, "[declaration] '", row.kind, "' must have the attribute of slot '", slot.name,
+          "', got '", slot.when ? slot.when->attribute : "", "'");
   }
   for (const State& state : row.states) {
     check(row.has_parameter(state.parameter) && row.has_attribute(state.attribute),

@@ -100,6 +100,8 @@ struct OpDeclaration {
   // Forward passes the tensor through; decomposed plans call its typed op for the derivative.
   bool hands_on = false;
   DTypeRule dtype = DTypeRule::Keep;
+  // Parameters that the op reads in their own dtype, unless autocast is on.
+  std::vector<std::string> own_dtype = {};
   // Is the output in the accumulate dtype, as a loss is?
   bool accumulates_output = false;
   // For a product y = x W^T, the names of x and W. A recipe quantizes these and the gradient of y.

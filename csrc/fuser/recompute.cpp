@@ -355,7 +355,8 @@ class Recomputation {
   Value cast_parameter(const Value& parameter, std::vector<Instruction>& code) const {
     const int op = parameter.op;
     const int k = position_of(analysis_.ops()[op].parameters, parameter.name);
-    if (analysis_.parameters(op)[k].dtype == input_dtype(op)) return parameter;
+    const bool is_read = analysis_.parameters(op)[k].dtype == input_dtype(op);
+    if (is_read || analysis_.keeps_dtype(op, parameter.name)) return parameter;
     const Value cast{Kind::Temporary, op, parameter.name};
     code.push_back(make_cast(parameter, input_dtype(op), cast));
     return cast;

@@ -152,6 +152,7 @@ bool fits(const Attribute& attribute, const std::string& type) {
   if (type == "float") return std::holds_alternative<double>(attribute);
   if (type == "str") return std::holds_alternative<std::string>(attribute);
   if (type == "int" || type == "SymInt") return std::holds_alternative<int64_t>(attribute);
+  if (type == "float[]") return std::holds_alternative<std::vector<double>>(attribute);
   if (type != "int[]" && type != "SymInt[]") return true;
   return std::holds_alternative<std::vector<int64_t>>(attribute);
 }

@@ -12,7 +12,8 @@ struct ReplayCall {
   std::function<Tensor(const std::string&)> slot;  // undefined if not saved
   Tensor output;                                   // undefined if not saved
   const Attributes& attributes;
-  std::function<Tensor(const std::string&)> extra_input;  // placeholders, as `input` is
+  // The tensors of another argument of forward; extra inputs are placeholders, as `input` is.
+  std::function<Tensors(const std::string&)> tensors;
   // Provides an extra output that cannot be computed from placeholder values.
   std::function<void(const std::string&, Tensor)> give;
 };

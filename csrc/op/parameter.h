@@ -128,6 +128,12 @@ struct BodyParameter<std::vector<int64_t>> {
 };
 
 template <>
+struct BodyParameter<std::vector<double>> {
+  static constexpr char kSchema[] = "float[]", kName[] = "std::vector<double>";
+  static std::vector<double> get(c10::IValue& value) { return value.toDoubleVector(); }
+};
+
+template <>
 struct BodyParameter<const std::vector<int64_t>&> : BodyParameter<std::vector<int64_t>> {
   static constexpr char kName[] = "const std::vector<int64_t>&";
 };

@@ -86,7 +86,7 @@ TensorSpecs recompute_shape(const Checks& check, const Tensor&, const Tensor& in
 Tensor replay_dispatch(const ReplayCall& call) {
   const Tensor positions = call.slot("positions");
   if (!positions.defined()) return {};
-  const Tensor probs = call.extra_input("probs"), kept = call.slot("permuted_probs");
+  const Tensor probs = call.tensors("probs")[0], kept = call.slot("permuted_probs");
   const int64_t experts = std::get<int64_t>(call.attributes.at("local_experts"));
   call.give("splits", at::zeros({experts}, positions.options().dtype(at::kLong)));
   Tensor permuted =

@@ -3,11 +3,8 @@
 // generator.
 #include <ATen/ops/dropout.h>
 
-#include "kernels/dropout.h"
 #include "op/op.h"
 #include "op/recompute.h"
-#include "wrappers/cpu.h"
-#include "wrappers/cuda.h"
 #include "wrappers/dropout.h"
 
 namespace transformer_ops::ops::dropout {
@@ -19,20 +16,8 @@ TensorSpecs forward_shape(const Checks& check, const Tensor& input, double p, bo
   return {like(input), save_mask ? bit_mask(input) : absent(at::kByte)};
 }
 
-void forward_cpu(const Tensor& input, double p, bool save_mask, Tensor& output, Tensor& mask) {
-  const cpu::Rows x{input, 1}, y{output, 1};
-  const uint64_t seed = draw_seed(p);
-  uint8_t* const bits = save_mask ? mask.mutable_data_ptr<uint8_t>() : nullptr;
-  cpu::parallel(x.count(), 1, cpu::kMaskAlign, [&](int64_t begin, int64_t end) {
-    cpu::dropout_forward(cpu::kernel_dtype(input), x.read(begin), y.write(begin),
-                         bits == nullptr ? nullptr : bits + begin / 8, seed, p, begin, end - begin);
-  });
-}
-
-void forward_cuda(const Tensor& input, double p, bool save_mask, Tensor& output, Tensor& mask) {
-  cuda::dropout_forward(cuda::stream_of(input), kernel_dtype(input), cuda::read(input),
-                        cuda::write(output), save_mask ? mask.mutable_data_ptr<uint8_t>() : nullptr,
-                        draw_philox(input.device(), p), p, input.numel());
+void forward(const Tensor& input, double p, bool save_mask, Tensor& output, Tensor& mask) {
+  drop(input, p, output, save_mask ? &mask : nullptr);
 }
 
 Tensor forward_decomposed(const Tensor& input, double p, bool) {
@@ -47,19 +32,8 @@ TensorSpecs backward_shape(const Checks& check, const Tensor& grad_output, const
   return {like(grad_output)};
 }
 
-void backward_cpu(const Tensor& grad_output, const Tensor& mask, double p, Tensor& grad_input) {
-  const cpu::Rows grad{grad_output, 1}, grad_x{grad_input, 1};
-  const auto* const bits = mask.const_data_ptr<uint8_t>();
-  cpu::parallel(grad.count(), 1, cpu::kMaskAlign, [&](int64_t begin, int64_t end) {
-    cpu::dropout_backward(cpu::kernel_dtype(grad_output), grad.read(begin), bits + begin / 8,
-                          grad_x.write(begin), p, end - begin);
-  });
-}
-
-void backward_cuda(const Tensor& grad_output, const Tensor& mask, double p, Tensor& grad_input) {
-  cuda::dropout_backward(cuda::stream_of(grad_output), kernel_dtype(grad_output),
-                         cuda::read(grad_output), mask.const_data_ptr<uint8_t>(),
-                         cuda::write(grad_input), p, grad_output.numel());
+void backward(const Tensor& grad_output, const Tensor& mask, double p, Tensor& grad_input) {
+  apply_mask(grad_output, mask, p, grad_input);
 }
 
 // Recomputing applies the same mask as backward.
@@ -67,7 +41,7 @@ TypedOp make_recompute() {
   return recompute_by({.schema = "dropout(Tensor input, Tensor mask, float p) -> Tensor output",
                        .shape = backward_shape,
                        .overwrites = {"input"},
-                       .bodies = {backward_cpu, backward_cuda, dropout_decomposed}});
+                       .bodies = {backward, backward, dropout_decomposed}});
 }
 
 // If there is no mask, dropout was inactive, or no gradient passes.
@@ -90,13 +64,13 @@ Tensor replay(const ReplayCall& call) {
                           "(Tensor output, Tensor mask)",
                 .shape = forward_shape,
                 .overwrites = {"input"},
-                .bodies = {forward_cpu, forward_cuda, forward_decomposed},
+                .bodies = {forward, forward, forward_decomposed},
                 .random = true},
     .backward = {.schema = "dropout_backward(Tensor grad_output, Tensor mask, float p) -> "
                            "Tensor grad_input",
                  .shape = backward_shape,
                  .overwrites = {"grad_output"},
-                 .bodies = {backward_cpu, backward_cuda, dropout_decomposed}},
+                 .bodies = {backward, backward, dropout_decomposed}},
     .recompute = make_recompute(),
     .replay = replay,
 });

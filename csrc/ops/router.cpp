@@ -150,7 +150,7 @@ Tensor replay(const ReplayCall& call) {
                           std::get<std::string>(attributes.at("score")),
                           std::get<bool>(attributes.at("normalize"))};
   const Tensor ids = kept.to(at::kLong);
-  const Tensor scores = scores_of(call.input, call.extra_input("weight"), settings);
+  const Tensor scores = scores_of(call.input, call.tensors("weight")[0], settings);
   call.give("expert_ids", kept);
   call.give("probs", probs_of(scores, ids, settings));
   call.give("aux_loss", aux_loss_of(scores, ids, settings));

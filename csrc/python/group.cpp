@@ -21,6 +21,9 @@ Attribute attribute_from(const py::handle& value) {
   if (py::isinstance<py::int_>(value)) return value.cast<int64_t>();
   if (py::isinstance<py::float_>(value)) return value.cast<double>();
   if (py::isinstance<py::str>(value)) return value.cast<std::string>();
+  const auto list = py::cast<py::list>(value);
+  if (!list.empty() && py::isinstance<py::float_>(list[0]))
+    return value.cast<std::vector<double>>();
   return value.cast<std::vector<int64_t>>();
 }
 

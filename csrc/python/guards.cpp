@@ -72,6 +72,40 @@ bool is_same(PyObject* found, PyObject* expected) {
   return equal == 1;
 }
 
+// A tuple of the items of a list, or of the keys and values of a dict; another object itself.
+py::object items_of(PyObject* found) {
+  if (found == nullptr || !(PyList_CheckExact(found) || PyDict_CheckExact(found))) {
+    return py::reinterpret_borrow<py::object>(found);
+  }
+  py::list items;
+  if (PyDict_CheckExact(found)) {
+    for (const auto& [key, value] : py::reinterpret_borrow<py::dict>(found)) {
+      items.append(key);
+      items.append(value);
+    }
+    return py::tuple(items);
+  }
+  return py::tuple(py::reinterpret_borrow<py::list>(found));
+}
+
+// Are these the items that items_of has found?
+bool has_items(PyObject* found, PyObject* expected) {
+  const bool is_list = found != nullptr && PyList_CheckExact(found);
+  const bool is_dict = found != nullptr && PyDict_CheckExact(found);
+  if (!is_list && !is_dict) return is_same(found, expected);
+  if (expected == nullptr || !PyTuple_CheckExact(expected)) return false;
+  const Py_ssize_t size = is_list ? PyList_GET_SIZE(found) : 2 * PyDict_GET_SIZE(found);
+  if (size != PyTuple_GET_SIZE(expected)) return false;
+  PyObject *key = nullptr, *value = nullptr;
+  Py_ssize_t place = 0;
+  for (Py_ssize_t i = 0; i < size; ++i) {
+    if (is_dict && i % 2 == 0 && PyDict_Next(found, &place, &key, &value) == 0) return false;
+    PyObject* const item = is_list ? PyList_GET_ITEM(found, i) : i % 2 == 0 ? key : value;
+    if (!is_same(item, PyTuple_GET_ITEM(expected, i))) return false;
+  }
+  return true;
+}
+
 // Returns null before __init__ has run.
 Guards* guards_of(PyObject* self) {
   auto* const instance = reinterpret_cast<py::detail::instance*>(self);
@@ -123,6 +157,11 @@ void Guards::add_value(const py::dict& dict, const py::str& key, std::string tex
   add({Kind::Value, stored(dict), key, std::move(value), 0, std::move(text)});
 }
 
+void Guards::add_items(const py::dict& dict, const py::str& key, std::string text) {
+  py::object items = items_of(value_of(dict.ptr(), key));
+  add({Kind::Items, stored(dict), key, std::move(items), 0, std::move(text)});
+}
+
 void Guards::add_type_of_value(const py::dict& dict, const py::str& key, std::string text) {
   auto type = py::reinterpret_borrow<py::object>(type_of(value_of(dict.ptr(), key)));
   add({Kind::TypeOfValue, stored(dict), key, std::move(type), 0, std::move(text)});
@@ -157,6 +196,8 @@ bool Guards::holds(const Condition& condition, PyObject* owner, PyObject* own) {
       return class_attribute_of(object, key) == expected.ptr();
     case Kind::Value:
       return is_same(value_of(object, key), expected.ptr());
+    case Kind::Items:
+      return has_items(value_of(object, key), expected.ptr());
     case Kind::TypeOfValue:
       return type_of(value_of(object, key)) == expected.ptr();
     case Kind::Shape:
@@ -202,6 +243,7 @@ void bind_guards(py::module_& module) {
       .def("add_class_attribute", &Guards::add_class_attribute)
       .def("add_shape", &Guards::add_shape)
       .def("add_value", &Guards::add_value)
+      .def("add_items", &Guards::add_items)
       .def("add_type_of_value", &Guards::add_type_of_value)
       .def("add_size", &Guards::add_size)
       .def("hold", &Guards::hold)

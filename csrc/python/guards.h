@@ -31,6 +31,9 @@ class Guards {
   // The value of a key of a dict, which may be absent, must be the same object, or an equal number,
   // string or tuple.
   void add_value(const py::dict& dict, const py::str& key, std::string text);
+  // The value of a key, a list or dict, must have the same items, compared as values are; another
+  // value is compared itself.
+  void add_items(const py::dict& dict, const py::str& key, std::string text);
   // The class of the value of a key must be the same.
   void add_type_of_value(const py::dict& dict, const py::str& key, std::string text);
   // The value of a key must be a tensor of the same shape, or no tensor as before.
@@ -50,7 +53,7 @@ class Guards {
   }
 
  private:
-  enum class Kind { Type, Attribute, ClassAttribute, Value, TypeOfValue, Shape, Size };
+  enum class Kind { Type, Attribute, ClassAttribute, Value, Items, TypeOfValue, Shape, Size };
   struct Condition {
     Kind kind;
     py::object object;

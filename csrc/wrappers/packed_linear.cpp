@@ -37,21 +37,6 @@ void for_each_part(at::IntArrayRef columns, const Function& function) {
   }
 }
 
-// Splits the first dimension of new memory, which is freed with the last part. Each part has its
-// own storage, so that none is an alias of another.
-Tensors runs_of(const Tensor& whole, at::IntArrayRef counts) {
-  Tensors runs;
-  const int64_t bytes = whole.numel() == 0 ? 0 : whole.stride(0) * whole.element_size();
-  auto* const data = static_cast<char*>(whole.mutable_data_ptr());
-  for_each_part(counts, [&](size_t i, int64_t first) {
-    c10::DimVector sizes(whole.sizes());
-    sizes[0] = counts[i];
-    runs.push_back(at::from_blob(
-        data + first * bytes, sizes, [whole](void*) {}, whole.options()));
-  });
-  return runs;
-}
-
 // All biases in one tensor; a copy of them is small.
 Tensor bias_of_all(const Tensors& bias) {
   const Tensor whole = joined(bias);
@@ -146,6 +131,19 @@ Tensor joined(const Tensors& tensors) {
   c10::DimVector sizes(first.sizes());
   sizes[0] = rows;
   return at::native::as_strided_tensorimpl(first, sizes, first.strides(), first.storage_offset());
+}
+
+Tensors runs_of(const Tensor& whole, at::IntArrayRef counts) {
+  Tensors runs;
+  const int64_t bytes = whole.numel() == 0 ? 0 : whole.stride(0) * whole.element_size();
+  auto* const data = static_cast<char*>(whole.mutable_data_ptr());
+  for_each_part(counts, [&](size_t i, int64_t first) {
+    c10::DimVector sizes(whole.sizes());
+    sizes[0] = counts[i];
+    runs.push_back(at::from_blob(
+        data + first * bytes, sizes, [whole](void*) {}, whole.options()));
+  });
+  return runs;
 }
 
 // ---- CPU

@@ -26,6 +26,10 @@ TensorSpecs packed_linear_backward_outputs(const Checks& check, const Tensor& gr
 // never a copy.
 Tensor joined(const Tensors& tensors);
 
+// Splits the first dimension of new memory, which is freed with the last part. Each part has its
+// own storage, so that none is an alias of another.
+Tensors runs_of(const Tensor& whole, at::IntArrayRef counts);
+
 Tensor packed_linear_cpu(const Tensor& input, const Tensors& weight, const Tensors& bias,
                          at::IntArrayRef columns);
 Tensor packed_linear_cuda(const Tensor& input, const Tensors& weight, const Tensors& bias,

@@ -16,7 +16,7 @@ from ..op.borrowed import class_of
 from ..views import (
     BorrowedDropout,
     BorrowedLinear,
-    BorrowedPackedLinear,
+    BorrowedLoRALinear,
     BorrowedProduct,
     BorrowedRMSNorm,
     is_torch,
@@ -42,10 +42,11 @@ from .attention_ops import (
     NoKeyBias,
 )
 from .norms import norm
-from .parts import linear, part
+from .parts import linear, part, products
 from .pattern import Names
 from .rules import FuseSkip, FuseUnfit
 from .whole import name_of
+from .widths import width_of
 
 __all__ = ["find_attention"]
 
@@ -154,17 +155,18 @@ class TransformersAttention(AttentionCall):
         if "packed" in self.names:
             packed = _product(getattr(module, self.names["packed"]))
             product: Any = packed.basic_ops[0]
-            if "part_size" in self.names and product.out_features != 3 * self.widths(module)[0]:
+            if "part_size" in self.names and width_of(product) != 3 * self.widths(module)[0]:
                 raise FuseSkip("it attends to another sequence")
             return packed
-        found = [linear(getattr(module, self.names[name])) for _, name in PARTS]
+        layers = [getattr(module, self.names[name]) for _, name in PARTS]
+        found = list(map(linear, layers))
         if len({one.bias is None for one in found}) > 1:
             raise FuseSkip("some of its products have a bias, and some have none")
         if len({parameter.dtype for one in found for parameter in one.parameters()}) > 1:
             raise FuseSkip("its products have different dtypes")
         if found[1].weight.shape != found[2].weight.shape:
             raise FuseSkip("its keys and values have different widths")
-        return BorrowedPackedLinear(*found)
+        return products(*layers)
 
     def inputs(
         self, module: Any, args: Sequence[Any], kwargs: Mapping[str, Any], gives_weights: bool
@@ -260,19 +262,24 @@ class TimmAttention(AttentionCall):
     def _products(self, module: Any) -> list[FusibleOperation]:
         query, key = self.widths(module)
         if module.qkv is None:
-            found = [linear(getattr(module, self.names[name])) for _, name in PARTS]
+            layers = [getattr(module, self.names[name]) for _, name in PARTS]
+            found = list(map(linear, layers))
             if [one.weight.shape[0] for one in found] != [query, key, key]:
                 raise FuseSkip("its products are not as wide as its heads")
             has_bias = [one.bias is not None for one in found]
-            return [BorrowedPackedLinear(*found) if len({*has_bias}) == 1 else NoKeyBias(*found)]
+            if len({*has_bias}) == 1 or layers != found:
+                return [products(*layers)]
+            return [NoKeyBias(*found)]
         packed = linear(module.qkv)
         if packed.weight.shape[0] != query + 2 * key:
             raise FuseSkip("its product is not as wide as its heads")
         biases = [self.names.get(f"{name}_bias", "") for _, name in PARTS]
         if not all(biases) or getattr(module, biases[0]) is None:
-            return [BorrowedLinear(packed)]
+            return [products(module.qkv)]
         if packed.bias is not None:
             raise FuseSkip("its product has two biases")
+        if packed is not module.qkv:
+            raise FuseSkip("the biases of its product are parts")
         return [BorrowedProduct(packed), JoinedBias(module, biases)]
 
     def inputs(
@@ -306,12 +313,12 @@ def _tables_of_timm(rope: Tensor, prefix: int) -> tuple[Tensor, Tensor]:
     return torch.cat([cos.new_ones(shape), cos]), torch.cat([sin.new_zeros(shape), sin])
 
 
-def _product(module: Any) -> BorrowedLinear:
+def _product(module: Any) -> FusibleOperation:
     """The product of a `torch.nn.Linear`, or of a module that computes the same."""
     found = [] if isinstance(module, nn.Linear) else part(module)
-    if len(found) == 1 and isinstance(found[0], BorrowedLinear):
+    if len(found) == 1 and isinstance(found[0], BorrowedLinear | BorrowedLoRALinear):
         return found[0]
-    return BorrowedLinear(linear(module))
+    return products(module)
 
 
 def _norms_of(

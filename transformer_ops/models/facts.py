@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from .. import _C
 from ..op.borrowed import class_of
+from .adapters import add_adapter_facts, is_adapted
 from .reads import Chain, Reads, cell_of, is_of_torch, is_replaced, reads_of_function
 from .rules import FuseSkip
 from .statements import function_of
@@ -48,6 +49,9 @@ class Facts:
         for called in ("__call__", "_call_impl", "__getattr__", "forward"):
             text = f"the class of {name} has another {called}"
             self._guards.add_class_attribute(type(module), called, text)
+        if is_adapted(module):
+            add_adapter_facts(self._guards, module, name)
+            return
         self.add_function(class_of(module).forward, module, name)
 
     def add_function(self, method: Any, module: nn.Module | None = None, name: str = "") -> None:

@@ -14,23 +14,27 @@ from ..ops.activation import GELU, QGELU, ReLU, SiLU, SReLU
 from ..ops.basic_linear import BasicLinear
 from ..ops.constant_scale import ConstantScale
 from ..ops.glu import GEGLU, QGEGLU, ReGLU, SReGLU, SwiGLU
+from ..ops.lora_linear import LoRALinear
 from ..ops.packed_linear import PackedLinear
 from ..views import (
+    Adapted,
     BorrowedDropout,
     BorrowedDropPath,
     BorrowedLayerScale,
     BorrowedLinear,
+    BorrowedLoRALinear,
     BorrowedPackedLinear,
     check_linear,
     is_torch,
     view,
 )
+from .adapters import adapters_of, base_of, is_adapted
 from .norms import norm
 from .pattern import Names, Pattern, Steps, register_step
 from .rules import FuseSkip, FuseUnfit
 from .whole import check_number, find, name_of, names_in, patterns, unknown
 
-__all__ = ["count_products", "linear", "ops_of", "part"]
+__all__ = ["count_products", "linear", "ops_of", "part", "products"]
 
 MakeOp = Callable[[], FusibleOperation]
 
@@ -43,7 +47,7 @@ def ops_of(module: nn.Module, steps: Steps) -> list[FusibleOperation]:
 def count_products(ops: Sequence[nn.Module]) -> int:
     """How many of the ops are products with weights; one with several weights counts as several."""
     basics = [basic for op in ops if isinstance(op, FusibleOperation) for basic in op.basic_ops]
-    packed = [len(op.out_features) for op in basics if isinstance(op, PackedLinear)]
+    packed = [len(op.out_features) for op in basics if isinstance(op, PackedLinear | LoRALinear)]
     return sum(packed) + sum(isinstance(op, BasicLinear) for op in basics)
 
 
@@ -154,8 +158,21 @@ def _linear_in_two(module: nn.Module) -> FusibleOperation | None:
     return None if found is None else BorrowedLinear(module)
 
 
+def _is_transposed(module: Any) -> bool:
+    return find(module, _TRANSPOSED_LINEARS) is not None and module.bias is not None
+
+
+def _with_adapters(module: Any) -> FusibleOperation | None:
+    if not is_adapted(module):
+        return None
+    if adapters_of(module):
+        return products(module)
+    found = part(base_of(module))
+    return found[0] if len(found) == 1 else None
+
+
 def _transposed_linear(module: Any) -> FusibleOperation | None:
-    if find(module, _TRANSPOSED_LINEARS) is None or module.bias is None:
+    if not _is_transposed(module):
         return None
     return BorrowedLinear(module, is_transposed=True)
 
@@ -210,6 +227,7 @@ def part(module: nn.Module) -> list[FusibleOperation]:
     except TypeError:
         pass
     makers = (
+        _with_adapters,
         _activation,
         norm,
         _layer_scale,
@@ -228,7 +246,9 @@ def part(module: nn.Module) -> list[FusibleOperation]:
 
 
 def linear(module: Any) -> nn.Linear:
-    """The module, if it is a `torch.nn.Linear` that ops know; else FuseSkip with the reason."""
+    """The module, or the base of its adapters, if it is a `torch.nn.Linear` that ops know; else
+    FuseSkip with the reason."""
+    module = base_of(module)
     if not is_torch(module, nn.Linear):
         raise FuseSkip(f"{name_of(module)} is not a torch.nn.Linear")
     try:
@@ -239,15 +259,38 @@ def linear(module: Any) -> nn.Linear:
     return found
 
 
+def products(*modules: Any) -> FusibleOperation:
+    """The products of modules that `linear` knows, side by side, with their adapters."""
+    found = []
+    for module in modules:
+        base = base_of(module)
+        is_transposed = _is_transposed(base)
+        if not is_transposed:
+            linear(base)
+        found.append(Adapted(module, base, adapters_of(module), is_transposed))
+    dropouts = [one.dropout for part in found for one in part.adapters]
+    if not dropouts:
+        bases = [one.base for one in found]
+        if len(bases) > 1:
+            return BorrowedPackedLinear(*bases)
+        return BorrowedLinear(bases[0], is_transposed=found[0].is_transposed)
+    if len({(getattr(one, "p", 0.0), one.training) for one in dropouts}) > 1:
+        raise FuseSkip("its adapters drop with different probabilities")
+    if len({one.base.bias is None for one in found}) > 1:
+        raise FuseSkip("some of its products have a bias, and some have none")
+    return BorrowedLoRALinear(*found)
+
+
 def _gated(module: Any, names: Names) -> list[FusibleOperation]:
-    gate, up = (linear(getattr(module, names[name])) for name in ("gate", "up"))
+    layers = [getattr(module, names[name]) for name in ("gate", "up")]
+    gate, up = map(linear, layers)
     if len({parameter.dtype for one in (gate, up) for parameter in one.parameters()}) > 1:
         raise FuseSkip("gate and up have different dtypes")
     if (gate.bias is None) != (up.bias is None):
         raise FuseSkip("only one of gate and up has a bias")
     if gate.weight.shape != up.weight.shape:
         raise FuseSkip("gate and up have different shapes")
-    return [BorrowedPackedLinear(gate, up), *_gated_half(module, names)]
+    return [products(*layers), *_gated_half(module, names)]
 
 
 def _gated_half(module: Any, names: Names) -> list[FusibleOperation]:

@@ -57,6 +57,8 @@ _MOST_VARIANTS = 16
 # So many states of the modules have ops at a time: adapters that are on and off, weights that are
 # tensors in `functional_call`.
 _MOST_STATES = 4
+# Nobody calls these.
+_CONTAINERS = (nn.ModuleDict, nn.ParameterDict)
 _GLOBAL_HOOKS = tuple(f"_global{name}" for name in HOOKS)
 
 
@@ -326,6 +328,8 @@ class Region:
             raise FuseSkip("there are hooks for all modules")
         for part in _unique(parts):
             kind = class_of(part)
+            if kind in _CONTAINERS:
+                continue
             is_known = captures_of(part) is not None
             obstacle = find_obstacle(part, kind.forward, part._parameters, has_known_hooks=is_known)
             if obstacle is not None:

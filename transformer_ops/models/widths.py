@@ -19,13 +19,14 @@ from ..ops.dropout import Dropout
 from ..ops.glu import GEGLU, QGEGLU, ReGLU, SReGLU, SwiGLU
 from ..ops.identity import Identity
 from ..ops.layer_scale import LayerScale
+from ..ops.lora_linear import LoRALinear
 from ..ops.make_extra_output import MakeExtraOutput
 from ..ops.norm import LayerNorm, RMSNorm
 from ..ops.packed_linear import PackedLinear
 from ..ops.rope import RoPE
 from .rules import FuseSkip
 
-__all__ = ["Widths", "widths_of"]
+__all__ = ["Widths", "width_of", "widths_of"]
 
 _SAME = (GELU, QGELU, ReLU, SiLU, SReLU, ConstantScale, DropPath, Dropout, Identity, QKNorm, RoPE)
 _HALF = (GEGLU, QGEGLU, ReGLU, SReGLU, SwiGLU)
@@ -90,11 +91,16 @@ def widths_of(ops: Iterable[nn.Module]) -> Widths | None:
     return Widths(first, tuple(others))
 
 
+def width_of(op: Any) -> int | None:
+    """The width of the rows that a product gives."""
+    return _of(op)[1]
+
+
 def _of(op: Any) -> tuple[int | None, int | None]:
     """The width of rows that an op needs, and that of rows that it gives, if it needs one."""
     if isinstance(op, BasicLinear):
         return op.in_features, op.out_features
-    if isinstance(op, PackedLinear):
+    if isinstance(op, PackedLinear | LoRALinear):
         return op.in_features, sum(op.out_features)
     if isinstance(op, RMSNorm | LayerNorm):
         return (op.normalized_shape[-1],) * 2

@@ -24,7 +24,7 @@ __all__ = [
     "run_alone_by",
 ]
 
-Attribute = bool | int | float | str | list[int]
+Attribute = bool | int | float | str | list[int] | list[float]
 
 # The check by the type of an attribute in the schema, if the class has no check of its own.
 _TYPE_CHECKS: dict[str, Check] = {
