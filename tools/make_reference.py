@@ -53,6 +53,7 @@ SLOT_TEXTS = {
     "factors": ("(first dimension of the input,)", STATISTIC),
     "positions": ("(rows, top_k)", "int32"),
     "output": ("(..., num_heads * head_dim)", "*dtype*"),
+    "hidden": ("(..., sum of the ranks)", "that of the adapters"),
     "log_sum_exp": ("(..., num_heads)", STATISTIC),
     "seed": ("(2,), or (0,) without dropout", "int64"),
     "statistics": ("(rows,)", STATISTIC),

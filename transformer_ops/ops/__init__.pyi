@@ -31,6 +31,7 @@ from .l2_normalization import L2Normalization as L2Normalization
 from .layer_scale import LayerScale as LayerScale
 from .linear import Linear as Linear
 from .linear_cross_entropy import LinearCrossEntropy as LinearCrossEntropy
+from .lora_linear import LoRALinear as LoRALinear
 from .make_extra_output import MakeExtraOutput as MakeExtraOutput
 from .norm import LayerNorm as LayerNorm
 from .norm import RMSNorm as RMSNorm
@@ -77,6 +78,7 @@ __all__ = [
     "LayerScale",
     "Linear",
     "LinearCrossEntropy",
+    "LoRALinear",
     "MakeExtraOutput",
     "LayerNorm",
     "RMSNorm",

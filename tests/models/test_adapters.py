@@ -1,0 +1,225 @@
+"""Layers of PEFT in fused models: what is active at a call decides, and numbers are the model's."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from fuse_models import fused_rules
+
+import transformer_ops as tops
+
+LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+LAYERS = {"layer": 2, "norm": 1}
+
+
+def base(dtype: torch.dtype = torch.float32) -> Any:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=64,
+    )
+    return transformers.LlamaForCausalLM(config).to(dtype)
+
+
+def adapted(model: Any = None, **options: Any) -> Any:
+    torch.manual_seed(1)
+    options = {"r": 2, "target_modules": "all-linear", "init_lora_weights": False} | options
+    return peft.get_peft_model(base() if model is None else model, peft.LoraConfig(**options))
+
+
+def batch() -> dict[str, torch.Tensor]:
+    ids = torch.randint(0, 64, (2, 12), generator=torch.Generator().manual_seed(2))
+    return {"input_ids": ids, "labels": ids}
+
+
+def results(model: Any) -> tuple[float, dict[str, torch.Tensor]]:
+    model.zero_grad()
+    loss = model(**batch()).loss
+    if loss.requires_grad:
+        loss.backward()
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return loss.item(), found
+
+
+def assert_same(plain: Any, model: Any, tolerance: float = 5e-5) -> None:
+    (loss, grads), (want, wanted) = results(model), results(plain)
+    assert loss == pytest.approx(want, rel=tolerance)
+    assert grads.keys() == wanted.keys()
+    for name, grad in grads.items():
+        assert (grad - wanted[name]).norm() <= tolerance * wanted[name].norm() + 1e-8, name
+
+
+def reasons(report: Any) -> str:
+    return " ".join(str(row.reason) for row in report.skipped)
+
+
+# What a user does with adapters, step by step; after each one the models are compared.
+def toggles(model: Any) -> Any:
+    with model.disable_adapter():
+        yield
+    yield
+    for _ in range(3):
+        with model.disable_adapter():
+            yield
+
+
+def merges(model: Any) -> Any:
+    model.merge_adapter()
+    yield
+    model.unmerge_adapter()
+    yield
+
+
+def several(model: Any) -> Any:
+    torch.manual_seed(3)
+    config = peft.LoraConfig(
+        r=3,
+        lora_alpha=5,
+        use_rslora=True,
+        target_modules=["q_proj", "up_proj"],
+        init_lora_weights=False,
+    )
+    model.add_adapter("second", config)
+    yield
+    model.set_adapter("second")
+    yield
+    model.base_model.set_adapter(["default", "second"])
+    yield
+    model.add_weighted_adapter(["default", "second"], [0.5, 0.5], "mean", combination_type="cat")
+    model.set_adapter("mean")
+    yield
+    model.set_adapter("default")
+    model.delete_adapter("second")
+    yield
+
+
+def scales(model: Any) -> Any:
+    for module in model.modules():
+        if hasattr(module, "scale_layer"):
+            module.scale_layer(0.5)
+    yield
+    for module in model.modules():
+        if hasattr(module, "unscale_layer"):
+            module.unscale_layer()
+    yield
+
+
+@pytest.mark.parametrize("what", [toggles, merges, several, scales])
+def test_what_users_do_with_adapters(what: Callable[[Any], Any]) -> None:
+    plain, model = adapted(), adapted()
+    report = tops.fuse(model)
+    assert fused_rules(report) == LAYERS and not report.skipped
+    assert_same(plain, model)
+    for _ in zip(what(plain), what(model), strict=True):
+        assert_same(plain, model)
+        assert fused_rules(report) == LAYERS
+    assert_same(plain, model)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"use_rslora": True, "lora_alpha": 7},
+        {"rank_pattern": {"q_proj": 5, "down_proj": 1}, "alpha_pattern": {"up_proj": 9}},
+        {"target_modules": ["q_proj", "v_proj"], "modules_to_save": ["lm_head"]},
+        {"target_modules": ["down_proj"], "layers_to_transform": [1]},
+    ],
+    ids=str,
+)
+def test_options_of_adapters(options: dict[str, Any]) -> None:
+    plain, model = adapted(**options), adapted(**options)
+    report = tops.fuse(model)
+    assert_same(plain, model)
+    assert fused_rules(report) == LAYERS
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (
+            {"use_dora": True},
+            "the adapter default of peft.tuners.lora.layer.Linear is a DoraLinear",
+        ),
+        ({"lora_bias": True}, "has a bias"),
+        ({"target_modules": ["q_proj", "lm_head"]}, ""),
+    ],
+    ids=str,
+)
+def test_what_runs_as_statements(options: dict[str, Any], reason: str) -> None:
+    plain, model = adapted(**options), adapted(**options)
+    report = tops.fuse(model)
+    assert_same(plain, model)
+    assert reason in reasons(report)
+
+
+def test_float32_adapters_on_bfloat16_weights() -> None:
+    """The gradients of adapters have their dtype, and are as near to float64's as the model's."""
+    errors = [0.0, 0.0]
+    for seed in range(4):
+        torch.manual_seed(seed)
+        rounded = base()
+        for parameter in rounded.parameters():
+            if parameter.dim() > 1:
+                torch.nn.init.normal_(parameter, std=0.1)
+        plain = adapted(rounded.bfloat16())
+        exact, model = copy.deepcopy(plain).double(), copy.deepcopy(plain)
+        report = tops.fuse(model)
+        assert fused_rules(report) == LAYERS
+        want = results(exact)[1]
+        for i, one in enumerate((model, plain)):
+            grads = results(one)[1]
+            assert {grad.dtype for grad in grads.values()} == {torch.float32}
+            errors[i] += sum(float((grads[n] - g).norm() / g.norm()) for n, g in want.items())
+    assert errors[0] <= 1.05 * errors[1]
+
+
+def test_dropout_of_adapters() -> None:
+    """In training each call drops other elements; the same ones again after the same seed."""
+    model = adapted(lora_dropout=0.5)
+    report = tops.fuse(model)
+    model.train()
+    losses = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        losses.append(results(model)[0])
+    assert losses[0] == losses[1] != losses[2]
+    assert fused_rules(report) == LAYERS and not report.skipped
+    plain = adapted(lora_dropout=0.5)
+    assert_same(plain.eval(), model.eval())
+
+
+def test_training_saves_fewer_bytes_and_compiles() -> None:
+    plain, model = adapted(), adapted()
+    report = tops.fuse(model)
+    before, after = report.saved_bytes(**batch())
+    assert after < 0.72 * before
+    compiled = torch.compile(model, fullgraph=True)
+    for one in (plain, compiled):
+        optimizer = torch.optim.SGD((p for p in one.parameters() if p.requires_grad), lr=0.5)
+        for _ in range(3):
+            optimizer.zero_grad()
+            one(**batch()).loss.backward()
+            optimizer.step()
+    assert_same(plain, model, 5e-4)
+
+
+def test_adapters_are_saved_and_loaded(tmp_path: Any) -> None:
+    model = adapted()
+    tops.fuse(model)
+    results(model)
+    model.save_pretrained(tmp_path)
+    fused = base()
+    report = tops.fuse(fused)
+    loaded = peft.PeftModel.from_pretrained(fused, tmp_path, is_trainable=True)
+    assert_same(model, loaded)
+    assert fused_rules(report) == LAYERS
