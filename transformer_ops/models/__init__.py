@@ -1,6 +1,6 @@
 """Whole models that were written with torch's modules."""
 
-from . import heads, modules, sums  # register rules
+from . import experts, heads, modules, sums  # register rules
 from .fuse import fuse
 from .report import FuseReport, FuseRow
 from .rules import FuseRule, FuseSkip, register_fuse_rule
@@ -16,4 +16,4 @@ __all__ = [
     "unfuse",
     "unfused",
 ]
-del heads, modules, sums
+del experts, heads, modules, sums

@@ -16,6 +16,7 @@ from ..ops.bias import Bias
 from ..ops.make_extra_output import MakeExtraOutput
 from ..ops.rope import RoPE
 from ..views import BorrowedPackedLinear, BorrowedRMSNorm
+from .facts import Facts, Watcher
 from .pattern import Names
 from .whole import check_number
 
@@ -114,7 +115,7 @@ class AttentionCall:
 _NUMBERS = ("head_dim", "scaling", "query_scaling", "dropout")
 
 
-class BorrowedAttention(Borrowed, Attention):
+class BorrowedAttention(Watcher, Borrowed, Attention):
     """The attention of a module, between its products."""
 
     _is_called = False
@@ -133,6 +134,10 @@ class BorrowedAttention(Borrowed, Attention):
     def module(self) -> nn.Module:
         """The attention module."""
         return self._parameter_owner
+
+    def add_facts(self, facts: Facts) -> None:
+        for function in self.call.functions():
+            facts.add_function(function)
 
     def choices(self) -> list[AttentionChoice]:
         """What calls usually choose."""

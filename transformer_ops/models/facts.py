@@ -16,7 +16,7 @@ from .reads import Chain, Reads, cell_of, is_of_torch, is_replaced, reads_of_fun
 from .rules import FuseSkip
 from .statements import function_of
 
-__all__ = ["Facts"]
+__all__ = ["Facts", "Watcher"]
 
 _ABSENT = object()
 _PROPERTY_OR_SLOT = ("__set__", "__delete__")
@@ -83,9 +83,9 @@ class Facts:
             self._guards.add_attribute(cell, "cell_contents", f"{name} has changed")
             found = getattr(cell, "cell_contents", _ABSENT)
         else:
-            found = self._value_in(function.__globals__, name, name)
+            found = self.add_value(function.__globals__, name, name)
             if found is _ABSENT:
-                found = self._value_in(vars(builtins), name, name)
+                found = self.add_value(vars(builtins), name, name)
         home = _HOMES.get(name)
         if home is not None and getattr(found, "__module__", "").split(".")[0] != home:
             raise FuseSkip(f"{name} is not that of {home}")
@@ -97,13 +97,14 @@ class Facts:
             if not isinstance(found, types.ModuleType):
                 self._attribute(found, attribute, name)
                 return
-            owner, found = found, self._value_in(vars(found), attribute, name)
+            owner, found = found, self.add_value(vars(found), attribute, name)
             if is_replaced(owner, attribute, found):
                 raise FuseSkip(f"{name} is not torch's own function")
         if isinstance(found, types.FunctionType) and not is_of_torch(found.__module__):
             self.add_function(found)
 
-    def _value_in(self, table: dict[str, Any], key: str, name: str) -> Any:
+    def add_value(self, table: dict[str, Any], key: str, name: str) -> Any:
+        """Adds what a dict has at a key, and returns it."""
         if self._is_new(id(table), key):
             self._guards.add_value(table, key, f"{name} has changed")
         return table.get(key, _ABSENT)
@@ -165,3 +166,12 @@ class Facts:
         else:
             self._guards.add_value(table, key, text)
         return key in table
+
+
+class Watcher:
+    """An op that knows of more that a call of its module reaches than the source of the module
+    names."""
+
+    def add_facts(self, facts: Facts) -> None:
+        """Adds that."""
+        raise NotImplementedError

@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -124,11 +124,11 @@ class FusedModule(nn.Module):
     # A bit for each region. Compiled graphs guard on it.
     _tops_open = property(untraced(_open_regions))
 
-    def _tops_region(self, i: int, input: Any, *others: Any) -> Sequential | None:
+    def _tops_region(self, i: int, input: Any, *others: Any) -> Callable[..., Any] | None:
         """The ops of a region that is given these tensors, or None where the statements have to
         run."""
         region = self._tops_ready(i, input, others)
-        return None if region is None else region.sequential
+        return None if region is None else region.state.run
 
     def _tops_ready(self, i: int, input: Any, others: tuple[Any, ...]) -> Any:
         """The region, or None where its statements have to run."""

@@ -34,7 +34,7 @@ from .pattern import Names, Pattern, Steps, register_step
 from .rules import FuseSkip, FuseUnfit
 from .whole import check_number, find, name_of, names_in, patterns, unknown
 
-__all__ = ["count_products", "linear", "ops_of", "part", "products"]
+__all__ = ["count_products", "linear", "ops_of", "ops_of_method", "part", "products"]
 
 MakeOp = Callable[[], FusibleOperation]
 
@@ -205,13 +205,14 @@ def _drop_path(module: Any) -> FusibleOperation | None:
     return BorrowedDropPath(module, names["p"])
 
 
-def _steps_in(module: nn.Module, method: Any) -> Steps:
-    """The steps that are a whole method of a module. FuseSkip for another method."""
+def ops_of_method(module: nn.Module, name: str) -> list[FusibleOperation]:
+    """The ops of the steps that are a whole method of a module. FuseSkip for another method."""
+    method = getattr(class_of(module), name)
     names = None if hasattr(method, "__wrapped__") else _STEPS.match_all(method)
     if names is None:
         raise unknown(module)
     steps: Any = names["steps"]
-    return steps
+    return ops_of(module, steps)
 
 
 def part(module: nn.Module) -> list[FusibleOperation]:
@@ -239,7 +240,7 @@ def part(module: nn.Module) -> list[FusibleOperation]:
         op = make(module)
         if op is not None:
             return [op]
-    return ops_of(module, _steps_in(module, class_of(module).forward))
+    return ops_of_method(module, "forward")
 
 
 # ---- steps
@@ -356,7 +357,7 @@ def _chunks(module: Any, names: Names) -> list[FusibleOperation]:
     """A method on parts of a sequence, or on the whole where their size is 0 (transformers)."""
     if getattr(module, names["size"]) != 0:
         raise FuseSkip(f"{names['size']} is not 0")
-    return ops_of(module, _steps_in(module, getattr(class_of(module), names["chunk"])))
+    return ops_of_method(module, names["chunk"])
 
 
 def _op(make: MakeOp) -> Callable[[Any, Names], list[FusibleOperation]]:

@@ -134,6 +134,8 @@ def is_replaced(owner: Any, name: str, function: Any) -> bool:
         return False
     if not is_of_torch(owner.__name__) or isinstance(function, type | types.ModuleType):
         return False
+    if owner.__name__.startswith("torch.ops."):  # where other libraries have their ops
+        return False
     if isinstance(function, types.FunctionType):
         return not is_of_torch(str(function.__globals__.get("__name__"))) or (
             function.__name__ != name

@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import functools
 import types
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
@@ -23,12 +24,12 @@ from ..views import BorrowedLinear
 from .attention_ops import AttentionChoice, BorrowedAttention, attention_in, chosen
 from .branches import may_run
 from .captures import Captures, captures_of
-from .facts import Facts
+from .facts import Facts, Watcher
 from .pattern import Names, Steps, arguments_in
 from .reads import Source, objects_of
 from .rules import FuseRule, FuseSkip, FuseUnfit
 from .whole import name_of
-from .widths import Widths, widths_of
+from .widths import Routed, Widths, widths_of
 from .windows import Condition
 
 __all__ = ["IS_OFF", "RECOMPUTE", "REGIONS", "Region", "State", "set_recompute"]
@@ -74,7 +75,7 @@ class State:
         # With attention, the ops for each choice of its calls.
         self.attention: BorrowedAttention | None = None
         self.variants: dict[AttentionChoice, Sequential] = {}
-        self.widths: Widths | None = None
+        self.widths: Widths | Routed | None = None
         self.captures: list[Captures] = []
 
     def may_take(self, input: Tensor, others: tuple[Any, ...]) -> bool:
@@ -82,6 +83,21 @@ class State:
         if self.captures and any(found.are_on() for found in self.captures):
             return False
         return self.widths is None or self.widths.fit(input, others)
+
+    @property
+    def run(self) -> Callable[..., Any] | None:
+        """Runs the ops."""
+        ops = self.sequential
+        if ops is None or not isinstance(self.widths, Routed):
+            return ops
+        is_on = torch.is_autocast_enabled("cpu")
+        return functools.partial(_run_without_autocast, ops) if is_on else ops
+
+
+def _run_without_autocast(ops: Sequential, *tensors: Tensor) -> Any:
+    # Autocast does not know the grouped products of torch, which these ops replace.
+    with torch.autocast("cpu", enabled=False):
+        return ops(*tensors)
 
 
 _NO_STATE = State()
@@ -197,9 +213,16 @@ class Region:
         # The statements also call them where the rule has a condition.
         if self.rule.when is not None:
             return iter(())
-        # What holds DTensors now may gather them for a call.
-        is_ready = self.may_run(module) and (self._has_dtensors(module) or not self.why_not(module))
+        is_ready = self.may_run(module) and (self._is_split(module) or not self.why_not(module))
         return iter(_unique(self.parts(module)) if is_ready else ())
+
+    def _is_split(self, module: nn.Module) -> bool:
+        """Whether it holds DTensors now, which it may gather for a call, and nothing else is in the
+        way."""
+        try:
+            return self._has_dtensors(module) and bool(self._ops(module))
+        except FuseSkip:
+            return False
 
     def _has_dtensors(self, module: nn.Module) -> bool:
         own = module._parameters.values()
@@ -247,9 +270,9 @@ class Region:
         ops = self.make(module)
         for part in _unique(self.parts(module)):
             facts.add_module(part, _name_in(module, part))
-        attention = attention_in(ops)
-        for function in () if attention is None else attention.call.functions():
-            facts.add_function(function)
+        for basic in _borrowed(ops):
+            if isinstance(basic, Watcher):
+                basic.add_facts(facts)
         return ops
 
     def _add_guards(self, guards: _C.Guards, module: nn.Module, ops: Sequence[nn.Module]) -> None:

@@ -71,7 +71,11 @@ def tree_of(function: Callable[..., Any]) -> ast.FunctionDef | None:
         return None
     code = function.__code__
     is_current = found.name == code.co_name and _is_same_code(compiled(found, code), code)
-    return _with_self(found, function) if is_current and not code.co_flags & _GENERATES else None
+    if not is_current or code.co_flags & _GENERATES:
+        return None
+    apart = _ViewsApart().visit(_with_self(found, function))
+    assert isinstance(apart, ast.FunctionDef)
+    return apart
 
 
 def _with_self(tree: ast.FunctionDef, function: Callable[..., Any]) -> ast.FunctionDef:
@@ -87,6 +91,46 @@ def _with_self(tree: ast.FunctionDef, function: Callable[..., Any]) -> ast.Funct
             elif isinstance(node, ast.arg) and node.arg == own[0]:
                 node.arg = "self"
     return tree
+
+
+_VIEWS = ("reshape", "view")
+
+
+class _ViewsApart(ast.NodeTransformer):
+    """`x = self.part(a, b).view(shape)` as `x = self.part(a, b)` and `x = x.view(shape)`; where it
+    is returned, with the name of `a`."""
+
+    def visit_Assign(self, node: ast.Assign) -> Any:
+        target = node.targets[0]
+        is_name = len(node.targets) == 1 and isinstance(target, ast.Name)
+        return self._apart(node, target) if is_name else node
+
+    def visit_Return(self, node: ast.Return) -> Any:
+        call = _call_under_view(node.value)
+        return node if call is None else self._apart(node, call.args[0])
+
+    def _apart(self, node: ast.Assign | ast.Return, name: Any) -> Any:
+        call, view = _call_under_view(node.value), node.value
+        if call is None or not isinstance(name, ast.Name) or not isinstance(view, ast.Call):
+            return node
+        if name.id in {name for argument in view.args for name in reads_in(argument)}:
+            return node
+        first = ast.Assign([ast.Name(name.id, ast.Store())], call)
+        view.func = ast.Attribute(ast.Name(name.id, ast.Load()), view.func.attr, ast.Load())  # type: ignore[attr-defined]
+        for inner in (first, first.targets[0], view.func, view.func.value):
+            ast.copy_location(inner, node)
+        return [first, node]
+
+
+def _call_under_view(node: ast.expr | None) -> ast.Call | None:
+    """`self.part(a, b)` in a view of it."""
+    if not isinstance(node, ast.Call) or node.keywords or not isinstance(node.func, ast.Attribute):
+        return None
+    call = node.func.value
+    if node.func.attr not in _VIEWS or not isinstance(call, ast.Call) or len(call.args) < 2:
+        return None
+    is_part = isinstance(call.func, ast.Attribute) and getattr(call.func.value, "id", "") == "self"
+    return call if is_part else None
 
 
 def compiled(tree: ast.FunctionDef, original: types.CodeType) -> types.CodeType:

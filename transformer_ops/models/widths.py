@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from ..op.base import FusibleOperation
@@ -14,9 +15,11 @@ from ..ops.attention import Attention, QKNorm
 from ..ops.basic_linear import BasicLinear
 from ..ops.bias import Bias
 from ..ops.constant_scale import ConstantScale
+from ..ops.dispatch import Dispatch
 from ..ops.drop_path import DropPath
 from ..ops.dropout import Dropout
 from ..ops.glu import GEGLU, QGEGLU, ReGLU, SReGLU, SwiGLU
+from ..ops.grouped_linear import GroupedLinear
 from ..ops.identity import Identity
 from ..ops.layer_scale import LayerScale
 from ..ops.lora_linear import LoRALinear
@@ -26,7 +29,7 @@ from ..ops.packed_linear import PackedLinear
 from ..ops.rope import RoPE
 from .rules import FuseSkip
 
-__all__ = ["Widths", "width_of", "widths_of"]
+__all__ = ["Routed", "Widths", "width_of", "widths_of"]
 
 _SAME = (GELU, QGELU, ReLU, SiLU, SReLU, ConstantScale, DropPath, Dropout, Identity, QKNorm, RoPE)
 _HALF = (GEGLU, QGEGLU, ReGLU, SReGLU, SwiGLU)
@@ -55,17 +58,43 @@ class Widths(NamedTuple):
         )
 
 
-def widths_of(ops: Iterable[nn.Module]) -> Widths | None:
+class Routed(NamedTuple):
+    """What the experts of transformers take: rows, and their ids and probabilities."""
+
+    product: GroupedLinear
+    others: tuple[None, None] = (None, None)
+
+    def fit(self, input: Tensor, others: tuple[Any, ...]) -> bool:
+        """Whether these are rows of the dtype of the weights, on CPU, and as many numbers for each
+        as it has experts. On CUDA the products of torch are faster."""
+        ids, probs = others
+        if not isinstance(ids, Tensor) or not isinstance(probs, Tensor):
+            return False
+        return (
+            input.device.type == "cpu"
+            and input.dtype == self.product.weight.dtype
+            and input.dim() == 2
+            and ids.dim() == 2
+            and ids.shape == probs.shape
+            and len(ids) == len(input)
+            and probs.is_floating_point()
+            and ids.dtype in (torch.int64, torch.int32)
+        )
+
+
+def widths_of(ops: Iterable[nn.Module]) -> Widths | Routed | None:
     """The widths of what ops take; None if there are ops that are not known here. FuseSkip if rows
     that are added, normalized or scaled do not have the same width."""
     if not all(isinstance(op, FusibleOperation) for op in ops):
         return None
+    basics = [b for op in ops if isinstance(op, FusibleOperation) for b in op.basic_ops]
+    if basics and isinstance(basics[0], Dispatch) and isinstance(basics[1], GroupedLinear):
+        return Routed(basics[1])
     first: int | None = None
     width: int | None = None  # that of the input, divided by a number
     divisor = 1
     channels: dict[str | None, int | None] = {}
     others: list[int | None] = []
-    basics = [b for op in ops if isinstance(op, FusibleOperation) for b in op.basic_ops]
     for op in basics:
         wanted, given = _of(op)
         if wanted is not None and wanted != width:
