@@ -386,6 +386,19 @@ def test_changes(change: Callable[[Any], None], when: str) -> None:
         assert set(reasons(report)) == {CHANGES[change]}
 
 
+def test_rows_and_weights_of_two_dtypes() -> None:
+    """The result has the dtype of the rows."""
+    plain, model, _ = pair()
+    x = torch.randn(2, 12, 32, generator=torch.Generator().manual_seed(1))
+    blocks = [one.model.layers[0].mlp for one in (plain, model)]
+    for block in blocks:
+        block(x)
+        block.experts.down_proj.data = block.experts.down_proj.detach().bfloat16()
+    want, found = (block_results(block, x) for block in blocks)
+    torch.testing.assert_close(found, want)
+    assert found[0].dtype == torch.float32
+
+
 def test_transposed_weights_with_biases() -> None:
     torch.manual_seed(0)
     config = transformers.GptOssConfig(**MOE | LOCAL | {"head_dim": 8})

@@ -61,7 +61,7 @@ class Widths(NamedTuple):
 class Routed(NamedTuple):
     """What the experts of transformers take: rows, and their ids and probabilities."""
 
-    product: GroupedLinear
+    products: tuple[GroupedLinear, ...]
     others: tuple[None, None] = (None, None)
 
     def fit(self, input: Tensor, others: tuple[Any, ...]) -> bool:
@@ -72,7 +72,7 @@ class Routed(NamedTuple):
             return False
         return (
             input.device.type == "cpu"
-            and input.dtype == self.product.weight.dtype
+            and all(input.dtype == product.weight.dtype for product in self.products)
             and input.dim() == 2
             and ids.dim() == 2
             and ids.shape == probs.shape
@@ -88,8 +88,8 @@ def widths_of(ops: Iterable[nn.Module]) -> Widths | Routed | None:
     if not all(isinstance(op, FusibleOperation) for op in ops):
         return None
     basics = [b for op in ops if isinstance(op, FusibleOperation) for b in op.basic_ops]
-    if basics and isinstance(basics[0], Dispatch) and isinstance(basics[1], GroupedLinear):
-        return Routed(basics[1])
+    if basics and isinstance(basics[0], Dispatch):
+        return Routed(tuple(one for one in basics if isinstance(one, GroupedLinear)))
     first: int | None = None
     width: int | None = None  # that of the input, divided by a number
     divisor = 1
