@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from .delayed import make_scales, reset_scales, update_scales
     from .frozen import frozen_weights
     from .model_init import quantized_model_init
+    from .quantize_model import QuantizedWeights, quantize_
     from .quantized_tensor import QuantizedTensor
     from .region import autocast, checkpoint_contexts, current_recipe
     from .statistics import Report, Row, report
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 # The ops import the formats and the scales of this package, and its regions import the ops.
 _HOMES = {
     "QuantizedTensor": "quantized_tensor",
+    "QuantizedWeights": "quantize_model",
     "Report": "statistics",
     "Row": "statistics",
     "autocast": "region",
@@ -31,6 +33,7 @@ _HOMES = {
     "is_mxfp8_available": "available",
     "is_nvfp4_available": "available",
     "make_scales": "delayed",
+    "quantize_": "quantize_model",
     "quantized_model_init": "model_init",
     "report": "statistics",
     "reset_scales": "delayed",
@@ -53,6 +56,7 @@ def __dir__() -> list[str]:
 
 __all__ = [
     "QuantizedTensor",
+    "QuantizedWeights",
     "Report",
     "Row",
     "autocast",
@@ -64,6 +68,7 @@ __all__ = [
     "is_mxfp8_available",
     "is_nvfp4_available",
     "make_scales",
+    "quantize_",
     "quantized_model_init",
     "report",
     "reset_scales",

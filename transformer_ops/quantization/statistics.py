@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -218,22 +218,46 @@ def _loss_of(output: Any) -> Tensor:
 def measure(tensors: Sequence[Tensor], format: str) -> tuple[float, float, float]:
     """The signal-to-noise ratio in dB, and the shares that underflow and saturate, of tensors that
     are rounded one by one."""
-    signal = noise = 0.0
-    there = lost = clipped = 0
+    found = []
     for tensor in tensors:
-        dtype = "float64" if tensor.dtype is torch.float64 else "float32"
         codes, scale = _quantize(tensor, format)
-        back = _dequantize(codes, scale, format, dtype, tensor.shape)
-        signal += _power(tensor)
-        noise += _power(tensor.to(back.dtype) - back)
-        there += int(tensor.count_nonzero())
-        lost += int(((back == 0) & (tensor != 0)).sum())
-        codes.view(torch.uint8).fill_(_LARGEST_CODE[codes.dtype])
-        largest = _dequantize(codes, scale, format, dtype, tensor.shape)
-        clipped += int((tensor.abs() > largest).sum())
-    ratio = math.nan if signal == 0 else math.inf if noise == 0 else 10 * math.log10(signal / noise)
-    return ratio, lost / max(1, there), clipped / max(1, there)
+        found.append(errors_of(tensor, codes, scale, format))
+    return Errors(*map(sum, zip(*found, strict=True))).summary()
+
+
+class Errors(NamedTuple):
+    """Sums over the numbers of tensors that are rounded."""
+
+    signal: float = 0.0
+    noise: float = 0.0
+    nonzero: int = 0
+    lost: int = 0
+    clipped: int = 0
+
+    def summary(self) -> tuple[float, float, float]:
+        """The signal-to-noise ratio in dB, and the shares that underflow and saturate."""
+        signal, noise, nonzero = self.signal, self.noise, max(1, self.nonzero)
+        ratio = math.nan
+        if signal != 0:
+            ratio = math.inf if noise == 0 else 10 * math.log10(signal / noise)
+        return ratio, self.lost / nonzero, self.clipped / nonzero
+
+
+def errors_of(tensor: Tensor, codes: Tensor, scale: Tensor, format: str) -> Errors:
+    """Compares a tensor with its codes and scales in a format."""
+    dtype = "float64" if tensor.dtype is torch.float64 else "float32"
+    back = _dequantize(codes, scale, format, dtype, tensor.shape)
+    noise = _power(tensor.to(back.dtype) - back)
+    lost = int(((back == 0) & (tensor != 0)).sum())
+    del back
+    most = torch.empty_like(codes)
+    most.view(torch.uint8).fill_(_LARGEST_CODE[codes.dtype])
+    largest = _dequantize(most, scale, format, dtype, tensor.shape)
+    clipped = int((tensor.abs() > largest).sum())
+    return Errors(_power(tensor), noise, int(tensor.count_nonzero()), lost, clipped)
 
 
 def _power(tensor: Tensor) -> float:
-    return float(tensor.double().square().sum())
+    # In parts, because numbers of double precision take more memory than the tensor.
+    parts = tensor.reshape(-1).split(1 << 20)
+    return sum(float(part.double().square().sum()) for part in parts)
