@@ -20,6 +20,7 @@ from .ops.layer_scale import LayerScale
 from .ops.lora_linear import LoRALinear
 from .ops.norm import LayerNorm, RMSNorm
 from .ops.packed_linear import PackedLinear
+from .quantization.stored import as_quantized, is_stored
 
 __all__ = [
     "Adapted",
@@ -36,6 +37,7 @@ __all__ = [
     "check_linear",
     "is_torch",
     "view",
+    "weight_of",
 ]
 
 
@@ -48,10 +50,15 @@ class BorrowedProduct(Borrowed, BasicLinear):
     # These scales would have no place in a state dict.
     _takes_scales = False
     _watched: tuple[str, ...] = ("in_features", "out_features")
+    _decoded: tuple[str, ...] = ("weight",)
 
     @property
     def weight(self) -> nn.Parameter:  # type: ignore[override]
-        return self._parameter_owner.weight  # type: ignore[return-value]
+        return weight_of(self._parameter_owner)
+
+    def _tensor_places(self) -> list[tuple[nn.Module, str]]:
+        owner = self._parameter_owner
+        return [(self if is_stored(owner.weight) else owner, "weight")]
 
     @property
     def in_features(self) -> int:  # type: ignore[override]
@@ -66,6 +73,7 @@ class BorrowedTransposedProduct(BorrowedProduct):
     """The product of a module whose weight is stored as `[in_features, out_features]`."""
 
     _watched = ()
+    _decoded = ()
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
@@ -88,6 +96,12 @@ class BorrowedBias(Borrowed, Bias):
         return self.bias.shape[0]
 
 
+def weight_of(module: Any) -> nn.Parameter:
+    """The weight of a linear layer, with the shape and the dtype of its product."""
+    found: nn.Parameter = as_quantized(module.weight, getattr(module, "compute_dtype", None))
+    return found
+
+
 def check_linear(weight: Any, bias: Any) -> None:
     """ValueError if parameters have shapes that a `torch.nn.Linear` does not make."""
     if weight.dim() != 2:
@@ -103,7 +117,7 @@ class BorrowedLinear(FusibleOperation):
 
     def __init__(self, owner: nn.Module, is_transposed: bool = False) -> None:
         super().__init__()
-        weight: Any = owner.weight.t() if is_transposed else owner.weight  # type: ignore[operator]
+        weight: Any = owner.weight.t() if is_transposed else weight_of(owner)  # type: ignore[operator]
         check_linear(weight, owner.bias)
         product = BorrowedTransposedProduct if is_transposed else BorrowedProduct
         # This bypasses nn.Module, which would register the parts as submodules.
@@ -137,10 +151,12 @@ class BorrowedPackedLinear(Borrowed, PackedLinear):
     accumulate_into_main_grad = False
     _rng_state_tracker_function = None
     _watched = ("in_features", "out_features")
+    _decoded = ("weight",)
 
     def __init__(self, *owners: nn.Module) -> None:
         super().__init__(owners[0])
         self.__dict__["_lenders"] = owners
+        self.__dict__["_products"] = [BorrowedProduct(owner) for owner in owners]
 
     def _owners(self) -> list[nn.Module]:
         return list(self.__dict__["_lenders"])
@@ -149,11 +165,13 @@ class BorrowedPackedLinear(Borrowed, PackedLinear):
         return ("weight", "bias")
 
     def _tensors_in(self, parameter: str) -> list[Tensor | None]:
+        if parameter == "weight":
+            return list(self._weights())
         return [getattr(owner, parameter) for owner in self._owners()]
 
     def _tensor_places(self) -> list[tuple[nn.Module, str]]:
-        owners = self._owners()
-        return [(owner, name) for name in ("weight", "bias") for owner in owners]
+        weights = [place for one in self.__dict__["_products"] for place in one._tensor_places()]
+        return [*weights, *((owner, "bias") for owner in self._owners())]
 
     @property
     def in_features(self) -> int:  # type: ignore[override]
@@ -164,12 +182,12 @@ class BorrowedPackedLinear(Borrowed, PackedLinear):
         return tuple(weight.shape[0] for weight in self._weights())
 
     def _weights(self) -> list[Tensor]:
-        return [owner.weight for owner in self._owners()]  # type: ignore[misc]
+        return [product.weight for product in self.__dict__["_products"]]
 
     def forward(self, input: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Any:
         """Same as `FusibleOperation.forward`, but the owners themselves are called if one has hooks
         or a `forward` of its own."""
-        if self._obstacle() is not None:
+        if self._has_own_forward:
             return torch.cat([owner(input) for owner in self._owners()], -1)
         return FusibleOperation.forward(self, input, *extra_inputs, **kwargs)
 
@@ -195,8 +213,10 @@ class Adapted(NamedTuple):
     @property
     def weight(self) -> Tensor:
         """`[out_features, in_features]`."""
-        weight: Any = self.base.weight
-        return weight.t() if self.is_transposed else weight
+        if self.is_transposed:
+            transposed: Any = self.base.weight
+            return transposed.t()  # type: ignore[no-any-return]
+        return weight_of(self.base)
 
 
 class BorrowedLoRALinear(Borrowed, LoRALinear):
@@ -223,13 +243,28 @@ class BorrowedLoRALinear(Borrowed, LoRALinear):
     def _obstacle(self) -> str | None:
         forwards = self.__dict__["_forwards"]
         pairs = zip(self._owners(), forwards, strict=True)
-        found = (find_obstacle(owner, forward, owner._parameters) for owner, forward in pairs)
+        places = self._decoded_places()
+        found = (
+            find_obstacle(
+                owner,
+                forward,
+                owner._parameters,
+                encoded=[name for one, name in places if one is owner],
+            )
+            for owner, forward in pairs
+        )
         return next((why for why in found if why is not None), None)
+
+    def _decoded_places(self) -> list[tuple[nn.Module, str]]:
+        parts = self.__dict__["_parts"]
+        return [(part.base, "weight") for part in parts if not part.is_transposed]
 
     def _tensor_places(self) -> list[tuple[nn.Module, str]]:
         own = self.__dict__
         weights = [
-            (self, f"weight{i}") if part.is_transposed else (part.base, "weight")
+            (self, f"weight{i}")
+            if part.is_transposed or is_stored(part.base.weight)
+            else (part.base, "weight")
             for i, part in enumerate(own["_parts"])
         ]
         biases = [(part.base, "bias") for part in own["_parts"]]
@@ -265,7 +300,7 @@ class BorrowedLoRALinear(Borrowed, LoRALinear):
     def forward(self, input: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Any:
         """Same as `FusibleOperation.forward`, but the modules themselves are called if one has
         hooks or a `forward` of its own."""
-        if self._obstacle() is not None:
+        if self._has_own_forward:
             return torch.cat([part.module(input) for part in self.__dict__["_parts"]], -1)
         return FusibleOperation.forward(self, input, *extra_inputs, **kwargs)
 

@@ -126,11 +126,13 @@ void Analysis::check_parameters(int i) const {
     check(given == names, "[", op.kind, "] ", list.parameter, " must be a list of ", names.size(),
           " tensors, as ", list.count, " says, got ", given.size());
     const bool is_absent = list.optional && !has_parameter(i, list.parameter);
-    const NumberFormat format = parameter_format(i, list.parameter);
+    const NumberFormat format = parameter_format(i, names.front());
+    // One call rounds the weights of all groups.
+    const bool is_one_call = row.has_extra_input("splits") && is_quantized(i);
     for (const std::string& name : names) {
-      check(parameter_format(i, name) == format, "[", op.kind, "] ", name, " must be held as ",
-            names[0], " is, got ", name_of_format(parameter_format(i, name)), " and ",
-            name_of_format(format));
+      check(!is_one_call || parameter_format(i, name) == format, "[", op.kind, "] ", name,
+            " must be held as ", names[0], " is under a recipe, got ",
+            name_of_format(parameter_format(i, name)), " and ", name_of_format(format));
       check(is_absent || has_tensor(i, name), "[", op.kind, "] ", name,
             " must be a tensor, got None");
     }
@@ -214,8 +216,13 @@ std::vector<std::string> Analysis::tensors_of(int op, const std::string& paramet
 }
 
 NumberFormat Analysis::parameter_format(int op, const std::string& name) const {
-  const int k = position_of(ops_[op].parameters, tensors_of(op, name).front());
-  return k < 0 ? NumberFormat() : parameters(op)[k].format;
+  NumberFormat found;
+  for (const std::string& tensor : tensors_of(op, name)) {
+    const int k = position_of(ops_[op].parameters, tensor);
+    found = k < 0 ? NumberFormat() : parameters(op)[k].format;
+    if (found.is_exact()) break;
+  }
+  return found;
 }
 
 bool Analysis::has_extra_input(int op, int k) const {

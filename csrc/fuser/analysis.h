@@ -51,7 +51,7 @@ class Analysis {
   bool has_extra_input(int op, int k) const;
   // The names of a parameter's tensors: more than one if it is a list.
   std::vector<std::string> tensors_of(int op, const std::string& parameter) const;
-  // The format in which a parameter, or each of its tensors, is stored; exact for a plain tensor.
+  // The format in which a parameter is stored; exact for a plain tensor, and for a list with one.
   NumberFormat parameter_format(int op, const std::string& name) const;
 
   // Is the gradient of the main tensor at a boundary wanted?

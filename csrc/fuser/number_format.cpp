@@ -10,7 +10,14 @@
 namespace transformer_ops {
 namespace {
 
-const kernel::Format& row_of(uint8_t number) { return kernel::kFormats[number - 1]; }
+// The class of the tensor decodes it (quantization/stored.py). Nothing is rounded to this format.
+constexpr kernel::Format kOfItsClass = {.name = "of its class"};
+constexpr uint8_t kNumberOfItsClass = 255;
+static_assert(std::size(kernel::kFormats) < kNumberOfItsClass);
+
+const kernel::Format& row_of(uint8_t number) {
+  return number == kNumberOfItsClass ? kOfItsClass : kernel::kFormats[number - 1];
+}
 
 // The number of the first row for which the function returns true; 0 if there is none.
 template <typename Function>
@@ -30,6 +37,7 @@ std::vector<std::string> names() {
 }  // namespace
 
 NumberFormat NumberFormat::find(std::string_view name) {
+  if (name == kOfItsClass.name) return NumberFormat(kNumberOfItsClass);
   return NumberFormat(number_of([&](const kernel::Format& row) { return name == row.name; }));
 }
 

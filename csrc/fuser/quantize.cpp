@@ -302,6 +302,20 @@ class Quantize {
   Step& step_;
 };
 
+Value with_part(Value parameter, Value::Part part) {
+  parameter.part = part;
+  return parameter;
+}
+
+Instruction decode(const Analysis& analysis, const Value& parameter) {
+  const NumberFormat format = analysis.parameter_format(parameter.op, parameter.name);
+  return {.target = kDecode,
+          .arguments = {with_part(parameter, Value::Part::Codes),
+                        with_part(parameter, Value::Part::Scale), Attribute(format.name()),
+                        Attribute(to_text(analysis.compute_dtype(parameter.op))), None{}},
+          .results = {Value{Kind::Temporary, parameter.op, parameter.name}}};
+}
+
 bool has_scaled_operand(const Analysis& analysis, int op) {
   return analysis.has_scale(op, "input") || analysis.has_scale(op, "weight") ||
          analysis.has_blocks(op, {"input", "weight"});
@@ -309,30 +323,26 @@ bool has_scaled_operand(const Analysis& analysis, int op) {
 
 }  // namespace
 
+Instruction decode_again(const Analysis& analysis, const Value& parameter, const Value& gradient) {
+  Instruction call = decode(analysis, parameter);
+  call.target = kDecodeSaved;
+  call.arguments.pop_back();  // the shape
+  call.arguments.insert(call.arguments.begin(), gradient);
+  return call;
+}
+
 void decode_parameters(const Analysis& analysis, Pass pass, Step& step) {
   std::vector<Instruction> code;
   for (const int op : step.ops) {
     for (const std::string& name : analysis.ops()[op].parameters) {
-      const NumberFormat format = analysis.parameter_format(op, name);
-      if (format.is_exact()) continue;
-      const Value decoded{Kind::Temporary, op, name};
-      const bool is_argument = replace_argument(step, {Kind::Parameter, op, name}, decoded);
+      if (analysis.parameter_format(op, name).is_exact()) continue;
+      const Value parameter{Kind::Parameter, op, name}, decoded{Kind::Temporary, op, name};
+      const bool is_argument = replace_argument(step, parameter, decoded);
       const bool is_slot = replace_argument(step, {Kind::Slot, op, name}, decoded);
       if (!is_argument && !is_slot) continue;
-      const Value codes{Kind::Parameter, op, name, Value::Part::Codes};
-      const Value scale{Kind::Parameter, op, name, Value::Part::Scale};
-      const Attribute dtype = to_text(analysis.compute_dtype(op));
-      // The gradient argument prevents a compiler from decoding in forward and saving the result.
-      const Value gradient{Kind::Grad, step.last() + 1};
-      if (pass == Pass::Backward) {
-        code.push_back({.target = kDecodeSaved,
-                        .arguments = {gradient, codes, scale, Attribute(format.name()), dtype},
-                        .results = {decoded}});
-      } else {
-        code.push_back({.target = kDecode,
-                        .arguments = {codes, scale, Attribute(format.name()), dtype, None{}},
-                        .results = {decoded}});
-      }
+      code.push_back(pass == Pass::Forward
+                         ? decode(analysis, parameter)
+                         : decode_again(analysis, parameter, {Kind::Grad, step.last() + 1}));
     }
   }
   step.instructions.insert(step.instructions.begin(), code.begin(), code.end());

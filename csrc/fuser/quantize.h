@@ -22,6 +22,9 @@ inline constexpr const char* kRoundValuesScaled = "quantize_values_scaled";
 // A parameter that is stored quantized is decoded where a step reads it, and again in backward:
 //   t1.weight = dequantize(p1.weight.codes, p1.weight.scale, "mx e4m3", "bfloat16", none)
 void decode_parameters(const Analysis& analysis, Pass pass, Step& step);
+// The call that does so in backward. A gradient of the step prevents a compiler from decoding in
+// forward and saving the result.
+Instruction decode_again(const Analysis& analysis, const Value& parameter, const Value& gradient);
 
 // Products y = x W^T under a recipe take operands that separate instructions round:
 //   t1.rounded_weight = quantize_dequantize(p1.weight, "mx e4m3", "bfloat16")

@@ -58,6 +58,7 @@ OperandFormats parse_formats(const std::string& text) {
   for (size_t i = 0; i < names.size(); ++i) {
     if (names[i] == kExact) continue;
     const auto format = NumberFormat::named(names[i]);
+    check(format.largest() > 0, "[recipe] format must be one that rounds, got '", text, "'");
     check(history == 0 || NumberFormat::of_tensor(format.largest()) == format,
           "[recipe] format of delayed scales must be 'e4m3' or 'e5m2', got '", text, "'");
     formats.*kOperands[i] = format;

@@ -6,6 +6,7 @@
 
 #include "fuser/casts.h"
 #include "fuser/declaration.h"
+#include "fuser/quantize.h"
 #include "fuser/slots.h"
 
 namespace transformer_ops {
@@ -131,18 +132,11 @@ class Recomputation {
   bool is_covered(int op) const {
     if (asks_for_recompute(plan_.ops[op].attributes)) return true;
     if (!is_product(op)) return policy_ >= Recompute::Cheap;
-    // Operands that forward rounds or decodes are not there in backward.
-    return policy_ == Recompute::Products && !analysis_.is_quantized(op) &&
-           !has_quantized_parameter(op);
+    // Operands that forward rounds are not there in backward.
+    return policy_ == Recompute::Products && !analysis_.is_quantized(op);
   }
 
   bool is_product(int op) const { return !row(op).operands.empty(); }
-
-  bool has_quantized_parameter(int op) const {
-    return std::ranges::any_of(row(op).parameters, [&](const std::string& name) {
-      return !analysis_.parameter_format(op, name).is_exact();
-    });
-  }
 
   // The producer at a boundary, if one can run: that of most ops.
   std::optional<Producer> find_producer(int boundary) {
@@ -321,7 +315,7 @@ class Recomputation {
     if (const auto* constant = std::get_if<Attribute>(&source)) return *constant;
     if (std::holds_alternative<None>(source)) return None{};
     const auto& [op, name] = std::get<OpField>(source);
-    if (row(op).has_parameter(name)) return parameter(op, name, has_product(producer), code);
+    if (row(op).has_parameter(name)) return parameter(producer, op, name, step, code);
     const auto attribute = plan_.ops[op].attributes.find(name);
     if (attribute != plan_.ops[op].attributes.end()) return attribute->second;
     if (row(op).has_slot(name)) return Value{Kind::Slot, op, name};
@@ -339,13 +333,18 @@ class Recomputation {
   }
 
   // A parameter, or all tensors of a list; none if it is optional and None.
-  Argument parameter(int op, const std::string& name, bool of_product,
+  Argument parameter(const Producer& producer, int op, const std::string& name, const Step& step,
                      std::vector<Instruction>& code) const {
     ValueList found;
     for (const std::string& tensor : analysis_.tensors_of(op, name)) {
       if (!analysis_.has_parameter(op, tensor)) continue;
       const Value parameter{Kind::Parameter, op, tensor};
-      found.push_back(of_product ? cast_parameter(parameter, code) : parameter);
+      if (!analysis_.parameter_format(op, tensor).is_exact()) {
+        code.push_back(decode_again(analysis_, parameter, gradient(step)));
+        found.emplace_back(Value{Kind::Temporary, op, tensor});
+      } else {
+        found.push_back(has_product(producer) ? cast_parameter(parameter, code) : parameter);
+      }
     }
     if (found.empty()) return None{};
     return row(op).list_of(name) != nullptr ? Argument(found) : Argument(found[0]);

@@ -145,6 +145,11 @@ void RoundOperands::add_calls(const std::string& operand, const Argument& from, 
         "] recipe must have no delayed scales, which are those of one weight, got ", sources.size(),
         " weights");
   for (size_t i = 0; i < calls; ++i) {
+    if (sources[i] == results[i]) continue;
+    if (is_decoded(sources[i])) {
+      code.push_back(make_cast(sources[i], dtype_, results[i]));
+      continue;
+    }
     Instruction made = splits_ ? call(operand, sources, format, results, is_saved)
                                : call(operand, sources[i], format, results[i], is_saved);
     if (is_saved) made.arguments.insert(made.arguments.begin(), gradient());
@@ -152,14 +157,22 @@ void RoundOperands::add_calls(const std::string& operand, const Argument& from, 
   }
 }
 
+// Is it a weight that is stored quantized, which is not rounded a second time?
+bool RoundOperands::is_decoded(const Value& value) const {
+  return value.kind == Kind::Temporary && value.op == op_ &&
+         !analysis_.parameter_format(op_, value.name).is_exact();
+}
+
 // The values that replace an operand: one, or one for each tensor of a list.
 Result RoundOperands::places(const RoundedOperand& operand, const Argument& from) const {
-  if (!std::holds_alternative<ValueList>(from)) {
-    return temporary("rounded_" + operand.name + operand.use);
-  }
+  const auto* const sources = std::get_if<ValueList>(&from);
+  if (sources == nullptr) return temporary("rounded_" + operand.name + operand.use);
+  const auto names = row_.tensors_of(operand.name, analysis_.ops()[op_].attributes);
+  const bool has_its_dtype = dtype_ == analysis_.compute_dtype(op_);
   ValueList list;
-  for (const std::string& name : row_.tensors_of(operand.name, analysis_.ops()[op_].attributes)) {
-    list.push_back(temporary("rounded_" + name + operand.use));
+  for (size_t i = 0; i < names.size(); ++i) {
+    const bool stays = has_its_dtype && is_decoded((*sources)[i]);
+    list.push_back(stays ? (*sources)[i] : temporary("rounded_" + names[i] + operand.use));
   }
   return list;
 }

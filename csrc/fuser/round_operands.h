@@ -81,6 +81,7 @@ class RoundOperands {
                                   const Result& to, const RoundingCase& rounding) const;
   void add_calls(const std::string& operand, const Argument& from, NumberFormat format,
                  const Result& to, bool is_saved, std::vector<Instruction>& code) const;
+  bool is_decoded(const Value& value) const;
   Result places(const RoundedOperand& operand, const Argument& from) const;
   Argument rows_of(const std::string& operand) const;
   std::string rounded_dtype(NumberFormat format) const;

@@ -19,7 +19,6 @@ from onnx.reference import ReferenceEvaluator
 from torch import Tensor, nn
 from torchao.quantization import (
     Int8DynamicActivationInt8WeightConfig,
-    Int8WeightOnlyConfig,
     quantize_,
 )
 
@@ -376,10 +375,9 @@ def by_torch(model: Any) -> Any:
 
 # name -> (what quantizes a model, what the report says of its feed-forwards)
 QUANTIZERS: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "torchao": (by_torchao(Int8WeightOnlyConfig), "Linear: its weight is a Int8Tensor"),
     "torchao, dynamic": (
         by_torchao(Int8DynamicActivationInt8WeightConfig),
-        "Linear: its weight is a Int8Tensor",
+        "Linear: its weight is a Int8Tensor that also quantizes the input",
     ),
     "torch": (by_torch, "torch.ao.nn.quantized.dynamic.modules.linear.Linear"),
 }

@@ -21,6 +21,7 @@ from ..views import (
     BorrowedRMSNorm,
     is_torch,
     view,
+    weight_of,
 )
 from .attention_forms import (
     PARTS,
@@ -42,7 +43,7 @@ from .attention_ops import (
     NoKeyBias,
 )
 from .norms import norm
-from .parts import linear, part, products
+from .parts import dtypes_of, linear, part, products
 from .pattern import Names
 from .rules import FuseSkip, FuseUnfit
 from .whole import name_of
@@ -100,9 +101,9 @@ class TransformersAttention(AttentionCall):
         names = self.names
         if "query" in names:
             query, key = (getattr(module, names[name]) for name in ("query", "key"))
-            return query.weight.shape[0], key.weight.shape[0]
+            return weight_of(query).shape[0], weight_of(key).shape[0]
         if "packed_by_head" in names:
-            third = getattr(module, names["packed_by_head"]).weight.shape[0] // 3
+            third = weight_of(getattr(module, names["packed_by_head"])).shape[0] // 3
             return third, third
         if "part_size" in names:
             width = getattr(module, names["part_size"])
@@ -162,9 +163,9 @@ class TransformersAttention(AttentionCall):
         found = list(map(linear, layers))
         if len({one.bias is None for one in found}) > 1:
             raise FuseSkip("some of its products have a bias, and some have none")
-        if len({parameter.dtype for one in found for parameter in one.parameters()}) > 1:
+        if len(dtypes_of(*found)) > 1:
             raise FuseSkip("its products have different dtypes")
-        if found[1].weight.shape != found[2].weight.shape:
+        if weight_of(found[1]).shape != weight_of(found[2]).shape:
             raise FuseSkip("its keys and values have different widths")
         return products(*layers)
 
@@ -264,14 +265,14 @@ class TimmAttention(AttentionCall):
         if module.qkv is None:
             layers = [getattr(module, self.names[name]) for _, name in PARTS]
             found = list(map(linear, layers))
-            if [one.weight.shape[0] for one in found] != [query, key, key]:
+            if [weight_of(one).shape[0] for one in found] != [query, key, key]:
                 raise FuseSkip("its products are not as wide as its heads")
             has_bias = [one.bias is not None for one in found]
             if len({*has_bias}) == 1 or layers != found:
                 return [products(*layers)]
             return [NoKeyBias(*found)]
         packed = linear(module.qkv)
-        if packed.weight.shape[0] != query + 2 * key:
+        if weight_of(packed).shape[0] != query + 2 * key:
             raise FuseSkip("its product is not as wide as its heads")
         biases = [self.names.get(f"{name}_bias", "") for _, name in PARTS]
         if not all(biases) or getattr(module, biases[0]) is None:
@@ -315,7 +316,7 @@ def _tables_of_timm(rope: Tensor, prefix: int) -> tuple[Tensor, Tensor]:
 
 def _product(module: Any) -> FusibleOperation:
     """The product of a `torch.nn.Linear`, or of a module that computes the same."""
-    found = [] if isinstance(module, nn.Linear) else part(module)
+    found = [] if is_torch(module, nn.Linear) else part(module)
     if len(found) == 1 and isinstance(found[0], BorrowedLinear | BorrowedLoRALinear):
         return found[0]
     return products(module)

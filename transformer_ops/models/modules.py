@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from ..cpu import processor
+from ..quantization.quantized_tensor import QuantizedTensor
+from ..quantization.stored import is_stored
 from ..views import BorrowedLinear, is_torch, view
 from .norms import NORMS_OF_INPUT_DTYPE, NORMS_THAT_PROMOTE, norm
 from .pattern import Names
@@ -30,9 +32,11 @@ register_fuse_rule("norm", NORMS_THAT_PROMOTE, _norm, when=_is_of_dtype)
 register_fuse_rule("norm of any dtype", NORMS_OF_INPUT_DTYPE, _norm)
 
 
-def _is_faster(module: Any, input: Tensor) -> bool:
-    """Whether our product takes less time than torch's: `csrc/wrappers/product.cpp` and
-    `widened_product.cpp` have what was measured."""
+def _is_better(module: Any, input: Tensor) -> bool:
+    """Whether our product saves fewer bytes than torch's, or takes less time:
+    `csrc/wrappers/product.cpp` and `widened_product.cpp` have what was measured."""
+    if type(module.weight) is not nn.Parameter:
+        return isinstance(module.weight, QuantizedTensor)
     if input.device.type != "cpu":
         return False
     dtype = input.dtype
@@ -56,11 +60,14 @@ def _product(module: Any, names: Names) -> list[nn.Module]:
     dtype = module.weight.dtype
     # Autocast takes float32 to bfloat16.
     dtypes = {dtype, torch.bfloat16} if dtype == torch.float32 else {dtype}
-    if not dtypes & _faster_dtypes:
+    if is_stored(module.weight):
+        raise FuseUnfit(f"its weight is a {type(module.weight).__name__}, which multiplies alone")
+    is_encoded = isinstance(module.weight, QuantizedTensor)
+    if not is_encoded and not dtypes & _faster_dtypes:
         raise FuseUnfit("torch multiplies as fast on this processor")
     return [BorrowedLinear(module)]
 
 
 register_fuse_rule(
-    "product", "return F.linear(H, self.weight, self.bias)", _product, when=_is_faster
+    "product", "return F.linear(H, self.weight, self.bias)", _product, when=_is_better
 )

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..op.base import FusibleOperation
@@ -16,6 +17,7 @@ from ..ops.constant_scale import ConstantScale
 from ..ops.glu import GEGLU, QGEGLU, ReGLU, SReGLU, SwiGLU
 from ..ops.lora_linear import LoRALinear
 from ..ops.packed_linear import PackedLinear
+from ..quantization.stored import is_stored
 from ..views import (
     Adapted,
     BorrowedDropout,
@@ -27,6 +29,7 @@ from ..views import (
     check_linear,
     is_torch,
     view,
+    weight_of,
 )
 from .adapters import adapters_of, base_of, is_adapted
 from .norms import norm
@@ -34,7 +37,15 @@ from .pattern import Names, Pattern, Steps, register_step
 from .rules import FuseSkip, FuseUnfit
 from .whole import check_number, find, name_of, names_in, patterns, unknown
 
-__all__ = ["count_products", "linear", "ops_of", "ops_of_method", "part", "products"]
+__all__ = [
+    "count_products",
+    "dtypes_of",
+    "linear",
+    "ops_of",
+    "ops_of_method",
+    "part",
+    "products",
+]
 
 MakeOp = Callable[[], FusibleOperation]
 
@@ -150,7 +161,45 @@ _LINEAR = Pattern(
     return Y + self.bias
     """
 )
+# The product of bitsandbytes in 4 bits.
+_LINEAR_IN_4_BITS = Pattern(
+    """
+    fix_4bit_weight_quant_state_from_module(self)
+    Q = self.weight.quant_state
+    if H.device.type == "cpu" and self.support_avx512bf16_for_cpu and not self.training and \
+            H.requires_grad == False and not getattr(Q, "packing_format_for_cpu", False):
+        self.weight.data, Q = _convert_weight_packed_for_cpu(self.weight.data, Q)
+    if not self.compute_type_is_set:
+        self.set_compute_type(H)
+        self.compute_type_is_set = True
+    D = H.dtype
+    if self.compute_dtype is not None:
+        H = H.to(self.compute_dtype)
+    B = self.bias
+    if B is not None:
+        if B.dtype != H.dtype:
+            B.data = B.data.to(H.dtype)
+        B = B.to(self.compute_dtype)
+    return bnb.matmul_4bit(H, self.weight, bias=B, quant_state=Q).to(D)
+    """
+)
 _STEPS = Pattern("return any_steps(H)")
+
+
+def _is_in_4_bits(module: nn.Module) -> bool:
+    """Whether it is a Linear4bit of bitsandbytes, whose dtype is known. FuseSkip if it is not."""
+    if names_in(class_of(module).forward, _LINEAR_IN_4_BITS) is None:
+        return False
+    found: Any = module
+    if not is_stored(found.weight):
+        raise FuseSkip("its weight is not quantized yet")
+    if not found.compute_type_is_set or found.compute_dtype is None:
+        raise FuseSkip("its dtype is that of its first call")
+    return True
+
+
+def _linear_in_4_bits(module: nn.Module) -> FusibleOperation | None:
+    return BorrowedLinear(module) if _is_in_4_bits(module) else None
 
 
 def _linear_in_two(module: nn.Module) -> FusibleOperation | None:
@@ -235,6 +284,7 @@ def part(module: nn.Module) -> list[FusibleOperation]:
         _drop_path,
         _transposed_linear,
         _linear_in_two,
+        _linear_in_4_bits,
     )
     for make in makers:
         op = make(module)
@@ -250,10 +300,10 @@ def linear(module: Any) -> nn.Linear:
     """The module, or the base of its adapters, if it is a `torch.nn.Linear` that ops know; else
     FuseSkip with the reason."""
     module = base_of(module)
-    if not is_torch(module, nn.Linear):
+    if not is_torch(module, nn.Linear) and not _is_in_4_bits(module):
         raise FuseSkip(f"{name_of(module)} is not a torch.nn.Linear")
     try:
-        check_linear(module.weight, module.bias)
+        check_linear(weight_of(module), module.bias)
     except ValueError as error:
         raise FuseSkip(str(error).removeprefix("[view] ")) from None
     found: nn.Linear = module
@@ -282,14 +332,20 @@ def products(*modules: Any) -> FusibleOperation:
     return BorrowedLoRALinear(*found)
 
 
+def dtypes_of(*modules: nn.Linear) -> set[torch.dtype]:
+    """The dtypes of the parameters of linear layers."""
+    found = {weight_of(one).dtype for one in modules}
+    return found | {one.bias.dtype for one in modules if one.bias is not None}
+
+
 def _gated(module: Any, names: Names) -> list[FusibleOperation]:
     layers = [getattr(module, names[name]) for name in ("gate", "up")]
     gate, up = map(linear, layers)
-    if len({parameter.dtype for one in (gate, up) for parameter in one.parameters()}) > 1:
+    if len(dtypes_of(gate, up)) > 1:
         raise FuseSkip("gate and up have different dtypes")
     if (gate.bias is None) != (up.bias is None):
         raise FuseSkip("only one of gate and up has a bias")
-    if gate.weight.shape != up.weight.shape:
+    if weight_of(gate).shape != weight_of(up).shape:
         raise FuseSkip("gate and up have different shapes")
     return [products(*layers), *_gated_half(module, names)]
 

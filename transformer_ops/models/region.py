@@ -10,14 +10,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 from torch.nn.utils.parametrize import is_parametrized
 
 from .. import _C
 from ..op.base import FusibleOperation
-from ..op.borrowed import Borrowed, add_guards, class_of, find_obstacle
+from ..op.borrowed import Borrowed, add_guards, class_of, find_obstacle, has_stored
 from ..op.hooks import HOOKS
 from ..op.tensor_parallel import is_dtensor
 from ..op.view import View
+from ..quantization.stored import is_in_4_bits, is_packed
 from ..runtime.policies import Policies
 from ..sequential import Sequential
 from ..views import BorrowedLinear
@@ -77,10 +79,18 @@ class State:
         self.variants: dict[AttentionChoice, Sequential] = {}
         self.widths: Widths | Routed | None = None
         self.captures: list[Captures] = []
+        # No graph can contain what a class of another library does to decode a weight.
+        self.may_compile = True
+        # The linear layers of bitsandbytes, which cast their input and their output.
+        self.in_4_bits: list[Any] = []
 
     def may_take(self, input: Tensor, others: tuple[Any, ...]) -> bool:
         """Whether the ops may run on these tensors, in the current call."""
+        if not self.may_compile and is_compiling():
+            return False
         if self.captures and any(found.are_on() for found in self.captures):
+            return False
+        if not all(_takes(one, input) for one in self.in_4_bits):
             return False
         return self.widths is None or self.widths.fit(input, others)
 
@@ -98,6 +108,16 @@ def _run_without_autocast(ops: Sequential, *tensors: Tensor) -> Any:
     # Autocast does not know the grouped products of torch, which these ops replace.
     with torch.autocast("cpu", enabled=False):
         return ops(*tensors)
+
+
+def _takes(module: Any, input: Tensor) -> bool:
+    """Whether a linear layer of bitsandbytes multiplies in the dtype of the input, and its weight
+    can be decoded."""
+    kind, dtype = input.device.type, input.dtype
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+    is_same = bool(input.dtype == dtype == module.compute_dtype)
+    return is_same and not is_packed(module.weight)
 
 
 _NO_STATE = State()
@@ -246,6 +266,13 @@ class Region:
             state.attention = attention_in(ops)
             state.widths = widths_of(ops)
             state.captures = [found for one in parts if (found := captures_of(one))]
+            state.in_4_bits = [
+                owner
+                for op in _borrowed(ops)
+                for owner, name in op._decoded_places()
+                if is_in_4_bits(owner._parameters.get(name))
+            ]
+            state.may_compile = not any(map(has_stored, _borrowed(ops)))
             state.reason = ""
         except FuseSkip as skip:
             state.reason = str(skip)
@@ -336,7 +363,7 @@ class Region:
         for op in (*ops, *_borrowed(ops)):
             if isinstance(op, View | BorrowedLinear):
                 op._let_go_of(module)
-        self._check(self.parts(module))
+        self._check(self.parts(module), ops)
         for basic in _borrowed(ops):
             if module in basic._owners():
                 basic.__dict__["_is_called"] = False
@@ -346,15 +373,21 @@ class Region:
         return ops
 
     @staticmethod
-    def _check(parts: Sequence[nn.Module]) -> None:
+    def _check(parts: Sequence[nn.Module], ops: Iterable[nn.Module]) -> None:
         if any(vars(nn.modules.module).get(name) for name in _GLOBAL_HOOKS):
             raise FuseSkip("there are hooks for all modules")
+        decoded = {(id(one), name) for op in _borrowed(ops) for one, name in op._decoded_places()}
         for part in _unique(parts):
             kind = class_of(part)
             if kind in _CONTAINERS:
                 continue
-            is_known = captures_of(part) is not None
-            obstacle = find_obstacle(part, kind.forward, part._parameters, has_known_hooks=is_known)
+            obstacle = find_obstacle(
+                part,
+                kind.forward,
+                part._parameters,
+                has_known_hooks=captures_of(part) is not None,
+                encoded=[name for name in part._parameters if (id(part), name) in decoded],
+            )
             if obstacle is not None:
                 raise FuseSkip(f"{kind.__name__}: {obstacle}")
         devices = {parameter.device for parameter in _parameters(parts)}

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import Any
 
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from .. import _C
+from ..quantization.quantized_tensor import QuantizedTensor
+from ..quantization.stored import is_stored, why_not_decoded
 from .hooks import HOOKS
 from .view import View
 
@@ -18,6 +21,7 @@ __all__ = [
     "class_of",
     "find_obstacle",
     "guards_of",
+    "has_stored",
 ]
 
 _PLAIN = (Tensor, nn.Parameter)
@@ -45,11 +49,13 @@ def find_obstacle(
     tensors: Iterable[str] = (),
     is_called: bool = True,
     has_known_hooks: bool = False,
+    encoded: Container[str] = (),
 ) -> str | None:
     """Returns the reason why an op may not replace this module now, or None. Reasons are hooks, a
     `forward` other than this function, or parameters of a special class (adapters, quantizers,
     DTensor). If the op runs within that `forward` (not `is_called`), hooks do not matter; nor do
-    those that the caller knows."""
+    those that the caller knows. The parameters with names in `encoded` may be
+    stored quantized, in this library or another one."""
     kind, made = class_of(module), getattr(type(module), "_tops_made", {})
     is_known = kind.forward is forward and made.get("forward") in (None, type(module).forward)
     is_known &= type(module)._call_impl is _CALL_IMPL
@@ -65,8 +71,19 @@ def find_obstacle(
             return f"its {name} is not among its parameters"
         found = module._parameters[name]
         if found is not None and type(found) not in _PLAIN:
-            return f"its {name} is a {type(found).__name__}"
+            why_not = _why_not_plain(found, name in encoded)
+            if why_not is not None:
+                return f"its {name} is {why_not}"
     return None
+
+
+def _why_not_plain(tensor: Tensor, may_decode: bool) -> str | None:
+    """The reason why an op cannot read a tensor of a special class, or None."""
+    if may_decode and type(tensor) is QuantizedTensor:
+        return None
+    if may_decode and is_stored(tensor):
+        return why_not_decoded(tensor)
+    return f"a {type(tensor).__name__}"
 
 
 def add_guards(
@@ -109,6 +126,8 @@ class Borrowed(View):
 
     # Attributes of the owner that plans depend on.
     _watched: tuple[str, ...] = ()
+    # The owner's names for parameters that the op decodes if they are encoded.
+    _decoded: tuple[str, ...] = ()
     # Whether the group of the op checks the owner before each call; False if the caller of the
     # group does.
     _is_guarded = True
@@ -131,13 +150,19 @@ class Borrowed(View):
         forward = self.__dict__["_known_forward"]
         tensors = self._tensors_of_owner()
         found = (
-            find_obstacle(owner, forward, tensors, self._is_called) for owner in self._owners()
+            find_obstacle(owner, forward, tensors, self._is_called, encoded=self._decoded)
+            for owner in self._owners()
         )
         return next((why for why in found if why is not None), None)
 
+    def _decoded_places(self) -> list[tuple[nn.Module, str]]:
+        """The modules and the names of parameters that may be encoded."""
+        return [(owner, name) for owner in self._owners() for name in self._decoded]
+
     @property
     def _has_own_forward(self) -> bool:
-        return self._obstacle() is not None
+        # No graph can contain what a class of another library does.
+        return (is_compiling() and has_stored(self)) or self._obstacle() is not None
 
     def _add_guards(self, guards: _C.Guards) -> None:
         for owner in self._owners():
@@ -155,7 +180,7 @@ class Borrowed(View):
     def forward(self, input: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Any:
         """Same as `FusibleOperation.forward`, but the owner itself is called if it has hooks or a
         `forward` of its own."""
-        if self._obstacle() is not None:
+        if self._has_own_forward:
             return self._parameter_owner(input, *extra_inputs, **kwargs)
         return super().forward(input, *extra_inputs, **kwargs)
 
@@ -163,6 +188,12 @@ class Borrowed(View):
 def borrowed_from(op: Any) -> list[nn.Module]:
     """The modules of other libraries that a basic op replaces."""
     return op._owners() if isinstance(op, Borrowed) else []
+
+
+def has_stored(op: Any) -> bool:
+    """Whether a basic op borrows a weight that a class of another library decodes."""
+    places = op._decoded_places() if isinstance(op, Borrowed) else []
+    return any(is_stored(owner._parameters.get(name)) for owner, name in places)
 
 
 def guards_of(ops: Iterable[Any]) -> _C.Guards | None:

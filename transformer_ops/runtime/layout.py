@@ -7,9 +7,10 @@ from collections.abc import Callable, Container, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from ..op.base import BasicOperation, FusibleOperation
-from ..op.borrowed import borrowed_from, guards_of
+from ..op.borrowed import borrowed_from, guards_of, has_stored
 from ..op.channels import External, Routed, resolve_channels
 from ..op.hooks import HookDicts, has_hooks
 from ..op.names import OpName, WantedInputs, names_of, wanted_inputs
@@ -35,6 +36,7 @@ class Lenders(NamedTuple):
 
     guards: Any
     called: tuple[FusibleOperation, ...]  # ops whose modules are called themselves
+    may_compile: bool  # whether compiled code can run the others
 
 
 class Layout(NamedTuple):
@@ -129,14 +131,17 @@ def _lenders_of(
         return None
     fusible = (m for m, is_alone in zip(modules, alone, strict=True) if is_alone)
     called = (m for m in fusible if m._has_own_forward and any(map(borrowed_from, m.basic_ops)))
-    return Lenders(guards_of(basic_ops), tuple(called))
+    guards = guards_of(basic_ops)
+    return Lenders(guards, tuple(called), is_compiling() or not any(map(has_stored, basic_ops)))
 
 
 def lenders_are_same(layout: Layout) -> bool:
     """Whether the modules that ops borrow from are as the layout assumes."""
     if layout.lenders is None:
         return True
-    guards, called = layout.lenders
+    guards, called, may_compile = layout.lenders
+    if is_compiling() and not may_compile:
+        return False
     return (guards is None or guards.hold()) and all(op._has_own_forward for op in called)
 
 

@@ -50,6 +50,17 @@ TEST(Quantized, ParametersAreDecodedIntoTheDTypeOfTheProduct) {
   EXPECT_EQ(text.find("cast(p0.weight"), std::string::npos);
 }
 
+TEST(Quantized, TheirOwnClassMayDecodeThem) {
+  const Plan plan = plan_of(nodes({"Product"}), 0, "of its class");
+  const std::string text = to_text(plan);
+  const std::string decoding =
+      "t0.weight = dequantize(p0.weight.codes, p0.weight.scale, \"of its class\"";
+  EXPECT_NE(text.find(decoding), std::string::npos);
+  EXPECT_EQ(parse_plan(text), plan);
+  EXPECT_EQ(error_of([] { recipe_of("e4m3, of its class, e4m3"); }),
+            "[recipe] format must be one that rounds, got 'e4m3, of its class, e4m3'");
+}
+
 TEST(Quantized, ParametersThatAreNoOperandsAreRefused) {
   EXPECT_EQ(error_of([] { plan_of(nodes({"Shift"}), 0, "e4m3"); }),
             "[Shift] shift must be a plain tensor, got one that is quantized as e4m3");

@@ -99,9 +99,19 @@ TEST(RecomputeProducts, RoundedOperandsAreNotThereInBackward) {
   PlanKey key = products_key(ops);
   key.recipe = recipe_of("mx e4m3, mx e4m3, mx e4m3");
   EXPECT_EQ(saved_slots(toy::plan(ops, key)), "s0.input s1.input ");
-  key.recipe = nullptr;
+}
+
+TEST(RecomputeProducts, AWeightIsDecodedAgain) {
+  const auto ops = nodes({"Product", "Square"});
+  PlanKey key = products_key(ops);
   toy::parameter(key, ops, 0).format = NumberFormat::named("mx e4m3");
-  EXPECT_EQ(saved_slots(toy::plan(ops, key)), "s0.input s1.input ");
+  const Plan plan = toy::plan(ops, key);
+  EXPECT_EQ(saved_slots(plan), "s0.input ");
+  EXPECT_TRUE(contains(plan, R"(
+  t0.weight = dequantize.saved(g2, p0.weight.codes, p0.weight.scale, "mx e4m3", "float32")
+  x1 = recompute_product(g2, s0.input, t0.weight)
+)")) << to_text(plan);
+  EXPECT_EQ(parse_plan(to_text(plan)), plan);
 }
 
 TEST(RecomputeProducts, OpsWithoutACallForItAreSaved) {
