@@ -47,7 +47,7 @@ PYTEST := env OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -q -n auto --maxpr
 # Every part runs, and the last lines list what failed in all of them.
 PARTS := $(BIN)/python tools/run_parts.py
 
-.PHONY: test test-processors check slow train bench docs build wheel build-times lint format sanitize fuzz clean FORCE
+.PHONY: test test-processors test-arm check slow train bench docs build wheel build-times lint format sanitize fuzz clean FORCE
 
 test: build
 	$(PARTS) --part "C++ tests" $(BIN)/python tools/cmake_build.py \
@@ -67,6 +67,11 @@ check: lint
 # TRANSFORMER_OPS_NATIVE=OFF: `make` alone builds them for this machine's widest instruction set.
 test-processors: build
 	$(BIN)/python tools/run_on_processors.py $(PYTEST) $(ON_PROCESSORS) $(ARGS)
+
+# The C++ tests that need no libtorch, cross-compiled for aarch64, under qemu. Installs the compiler and
+# qemu by apt-get where they are missing.
+test-arm: $(PACKAGES)
+	$(BIN)/python tools/cmake_build.py --arm $(ARGS)
 
 # The tests that `make test` skips: they add an op to a copy of the tree, with a build of its own,
 # delete it again, and compile more graphs.

@@ -112,11 +112,47 @@ def sanitizer_options(sanitizer: str) -> dict[str, str]:
     return options
 
 
+# What the tests for Arm take, and the package of Debian and Ubuntu that has it.
+ARM_TOOLS = {
+    "/usr/bin/aarch64-linux-gnu-g++": "g++-aarch64-linux-gnu",
+    "/usr/bin/qemu-aarch64-static": "qemu-user-static",
+    "/usr/src/googletest": "googletest",
+}
+
+
+def install_arm_tools() -> None:
+    missing = [package for path, package in ARM_TOOLS.items() if not Path(path).exists()]
+    if not missing:
+        return
+    if shutil.which("apt-get") is None or (os.geteuid() != 0 and shutil.which("sudo") is None):
+        raise SystemExit(
+            f"transformer_ops: the tests for Arm need {' '.join(missing)} (packages of Debian and "
+            "Ubuntu), and this needs apt-get, and root or sudo, to install them"
+        )
+    root = ["sudo"] if os.geteuid() != 0 else []
+    run([*root, "apt-get", "update", "-q"])
+    run([*root, "apt-get", "install", "-q", "-y", "--no-install-recommends", *missing])
+
+
+def build_and_run_arm_tests(parts: list[str]) -> None:
+    """Cross-compiles what needs no torch, and runs its tests under qemu."""
+    install_arm_tools()
+    options = {
+        "CMAKE_TOOLCHAIN_FILE": str(ROOT / "cmake/aarch64.cmake"),
+        "TRANSFORMER_OPS_TORCH": "OFF",
+    }
+    build_and_run(ROOT / "build/aarch64", options, parts)
+
+
 def build_and_run_tests(sanitizer: str | None, parts: list[str]) -> None:
     options = {"TRANSFORMER_OPS_TESTS": "ON", "TRANSFORMER_OPS_SANITIZE": "OFF"}
     if sanitizer is not None:
         options |= sanitizer_options(sanitizer)
     folder = build_folder({None: "", "address": "-san", "thread": "-tsan"}[sanitizer])
+    build_and_run(folder, options, parts)
+
+
+def build_and_run(folder: Path, options: dict[str, str], parts: list[str]) -> None:
     cmake_build(folder, options, targets=tuple(f"test_{part}" for part in parts) or ("cpp_tests",))
     chosen = ["--tests-regex", f"^({'|'.join(parts)})\\."] if parts else []
     # Tests side by side must not take the cores from each other while their threads wait.
@@ -126,15 +162,21 @@ def build_and_run_tests(sanitizer: str | None, parts: list[str]) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Builds and runs the C++ tests.")
-    parser.add_argument(
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument(
         "--extension",
         action="store_true",
         help="only build what `pip install -e .` installs: pip does not show how far it is",
     )
-    parser.add_argument(
+    kinds.add_argument(
         "--sanitize",
         choices=("address", "thread"),
         help="address: with ASan and UBSan; thread: those that use threads, with TSan",
+    )
+    kinds.add_argument(
+        "--arm",
+        action="store_true",
+        help="those that need no libtorch, compiled for aarch64, under qemu",
     )
     parser.add_argument(
         "--only",
@@ -144,9 +186,11 @@ if __name__ == "__main__":
         help="programs of tests/cpp, such as fuser memory, which need no libtorch",
     )
     given = parser.parse_args()
-    if given.extension and (given.sanitize or given.only):
+    if given.extension and given.only:
         parser.error("--extension must be alone: it builds no tests")
     if given.extension:
         cmake_build(build_folder(), EDITABLE, targets=("extension",))
+    elif given.arm:
+        build_and_run_arm_tests(given.only)
     else:
         build_and_run_tests(given.sanitize, given.only)

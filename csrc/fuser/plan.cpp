@@ -107,7 +107,8 @@ Value tensor_of(Value gradient) {
 }
 
 std::span<const Value> values_of(const std::vector<Value>& values, int op) {
-  return std::ranges::equal_range(values, op, {}, &Value::op);
+  const auto first = std::ranges::lower_bound(values, op, {}, &Value::op);
+  return {first, std::ranges::upper_bound(first, values.end(), op, {}, &Value::op)};
 }
 
 bool has_value(const std::vector<Value>& values, const Value& value) {

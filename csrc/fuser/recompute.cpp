@@ -6,6 +6,7 @@
 
 #include "fuser/casts.h"
 #include "fuser/declaration.h"
+#include "fuser/error.h"
 #include "fuser/quantize.h"
 #include "fuser/slots.h"
 

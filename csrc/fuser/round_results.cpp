@@ -6,6 +6,7 @@
 #include <set>
 #include <span>
 
+#include "fuser/casts.h"
 #include "fuser/fork_safe_mutex.h"
 #include "fuser/quantize.h"
 

@@ -16,7 +16,7 @@ from cmake_build import tool  # noqa: E402
 # With a processor that is only said to be there.
 SCRIPT = """
 foreach(name add_library target_sources target_include_directories target_compile_options
-        target_compile_definitions transformer_ops_target)
+        target_compile_definitions set_source_files_properties transformer_ops_target)
   cmake_language(EVAL CODE "macro(${name})\\nendmacro()")
 endforeach()
 macro(file command)

@@ -8,6 +8,10 @@
 #include <string_view>
 #include <vector>
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 #include "kernels/cpu.h"
 
 namespace transformer_ops::cpu {
@@ -20,6 +24,14 @@ struct Level {
   bool runs_here;
 };
 
+#if defined(__x86_64__)
+// Clang before 18 does not know it by name.
+bool has_avx512_fp16() {
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  return __get_cpuid_count(7, 0, &a, &b, &c, &d) != 0 && (d & bit_AVX512FP16) != 0;
+}
+#endif
+
 // The widest level is first.
 std::span<const Level> levels() {
 #if defined(__x86_64__)
@@ -30,7 +42,7 @@ std::span<const Level> levels() {
       avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
   static const bool bfloat16 = avx512 && __builtin_cpu_supports("avx512bf16");
-  static const bool half = bfloat16 && __builtin_cpu_supports("avx512fp16");
+  static const bool half = bfloat16 && has_avx512_fp16();
   static const Level all[] = {{"avx512_fp16", "avx512", half},
                               {"avx512_bf16", "avx512", bfloat16},
                               {"avx512", "avx512", avx512},

@@ -1,6 +1,9 @@
 # Defines transformer_ops_kernels, to link with: the objects of kernels/cpu, each file but for
 # dispatch.cpp once for each instruction set. TRANSFORMER_OPS_KERNEL_OBJECTS names the objects.
 #
+# A product and a sum may be fused, except in kernels that must give the bits of kernels/encoding.h:
+# these hold no fused operation on x86 either way.
+#
 # No -ffast-math: NaN and infinity must pass as in PyTorch. "omp simd" marks the loops whose sums
 # may be reordered; -fopenmp-simd brings in no OpenMP runtime. Clang would warn of each such loop
 # that it cannot vectorize: those in double that call the C library.
@@ -12,7 +15,12 @@ set(TRANSFORMER_OPS_KERNEL_OBJECTS $<TARGET_OBJECTS:transformer_ops_kernels_disp
 
 # Under the sanitizers these files, all of it inlined, would take many minutes: the checks of
 # undefined behaviour and of stack arrays are left out for them. Those of the heap stay.
-set(kernel_options -O3 -fno-math-errno -fno-trapping-math -fopenmp-simd -Wno-pass-failed)
+set(kernel_options -O3 -ffp-contract=fast -fno-math-errno -fno-trapping-math -fopenmp-simd
+                   -Wno-pass-failed)
+foreach(exact quantize rounding round_at_random)
+  set_source_files_properties(${CMAKE_CURRENT_LIST_DIR}/${exact}.cpp PROPERTIES
+                              COMPILE_OPTIONS -ffp-contract=off)
+endforeach()
 if(TRANSFORMER_OPS_SANITIZE)
   list(APPEND kernel_options -O2 -g0 -fno-sanitize=undefined)
   if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
@@ -32,11 +40,9 @@ endmacro()
 # Widest first. For a library that stays on this machine, TRANSFORMER_OPS_NATIVE builds for the widest
 # that it has: these files take 40 % of a build for all. The sanitizers look at each that it has.
 set(isas default)
-set(flags_default -ffp-contract=fast)
 if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64|amd64)$")
   set(isas avx512 avx2 default)
-  set(flags_default)
-  set(flags_avx2 -ffp-contract=fast -mavx2 -mfma -mf16c)
+  set(flags_avx2 -mavx2 -mfma -mf16c)
   set(flags_avx512 ${flags_avx2} -mavx512f -mavx512bw -mavx512dq -mavx512vl
                    -mprefer-vector-width=512)
   set(needs_avx512 " avx2 .* avx512vl")

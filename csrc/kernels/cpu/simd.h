@@ -207,7 +207,7 @@ TRANSFORMER_OPS_INLINE Ints round_to_bfloat16(Floats x) {
 
 // `stream` bypasses the caches; p must then be aligned to a vector.
 template <class N>
-TRANSFORMER_OPS_INLINE void store_native(void* p, N lanes, bool stream) {
+TRANSFORMER_OPS_INLINE void store_native(void* p, N lanes, [[maybe_unused]] bool stream) {
 #if defined(__SSE2__)
   if (stream) {
     if constexpr (sizeof(N) == 16) _mm_stream_si128(static_cast<__m128i*>(p), (__m128i)lanes);
