@@ -47,7 +47,7 @@ PYTEST := env OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -q -n auto --maxpr
 # Every part runs, and the last lines list what failed in all of them.
 PARTS := $(BIN)/python tools/run_parts.py
 
-.PHONY: test test-processors test-arm check slow train bench docs build wheel build-times lint format sanitize fuzz clean FORCE
+.PHONY: test test-processors test-arm test-arm-python check slow train bench docs build wheel build-times lint format sanitize fuzz clean FORCE
 
 test: build
 	$(PARTS) --part "C++ tests" $(BIN)/python tools/cmake_build.py \
@@ -72,6 +72,11 @@ test-processors: build
 # qemu by apt-get where they are missing.
 test-arm: $(PACKAGES)
 	$(BIN)/python tools/cmake_build.py --arm $(ARGS)
+
+# Python tests on aarch64, under qemu, on Debian: cross-compiles the extension, and downloads Debian's
+# Python for arm64 and torch.
+test-arm-python: $(PACKAGES)
+	$(BIN)/python tools/arm_python.py $(ARGS)
 
 # The tests that `make test` skips: they add an op to a copy of the tree, with a build of its own,
 # delete it again, and compile more graphs.

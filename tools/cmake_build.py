@@ -112,6 +112,9 @@ def sanitizer_options(sanitizer: str) -> dict[str, str]:
     return options
 
 
+ARM = {"CMAKE_TOOLCHAIN_FILE": str(ROOT / "cmake/aarch64.cmake")}
+ARM_WITHOUT_TORCH = {**ARM, "TRANSFORMER_OPS_TORCH": "OFF"}
+ARM_FOLDER = ROOT / "build/aarch64"
 # What the tests for Arm take, and the package of Debian and Ubuntu that has it.
 ARM_TOOLS = {
     "/usr/bin/aarch64-linux-gnu-g++": "g++-aarch64-linux-gnu",
@@ -137,11 +140,7 @@ def install_arm_tools() -> None:
 def build_and_run_arm_tests(parts: list[str]) -> None:
     """Cross-compiles what needs no torch, and runs its tests under qemu."""
     install_arm_tools()
-    options = {
-        "CMAKE_TOOLCHAIN_FILE": str(ROOT / "cmake/aarch64.cmake"),
-        "TRANSFORMER_OPS_TORCH": "OFF",
-    }
-    build_and_run(ROOT / "build/aarch64", options, parts)
+    build_and_run(ARM_FOLDER, ARM_WITHOUT_TORCH, parts)
 
 
 def build_and_run_tests(sanitizer: str | None, parts: list[str]) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
+import cmake_build  # noqa: E402
 from cmake_build import tool  # noqa: E402
 
 # With a processor that is only said to be there.
@@ -68,3 +69,10 @@ def test_kernels_for_this_machine(tmp_path, native, sanitizer, flags, built, oth
     names = ", ".join(isa for isa in ("avx512", "avx2", "default") if isa not in isas)
     kernels = f"CPU kernels for {names} (TRANSFORMER_OPS_NATIVE=OFF builds them)" if names else ""
     assert lines["left out"] == "; ".join(text for text in (others, kernels) if text)
+
+
+def test_tools_for_arm_that_cannot_be_installed_are_named(monkeypatch):
+    monkeypatch.setattr(cmake_build, "ARM_TOOLS", {"/no/such/compiler": "g++-aarch64-linux-gnu"})
+    monkeypatch.setattr(cmake_build.shutil, "which", lambda name: None)
+    with pytest.raises(SystemExit, match=r"need g\+\+-aarch64-linux-gnu .* needs apt-get"):
+        cmake_build.install_arm_tools()
