@@ -38,9 +38,10 @@ struct Pair {
 #undef TRANSFORMER_OPS_OPERATOR
   friend TRANSFORMER_OPS_INLINE Pair operator-(Pair a) { return {-a.low, -a.high}; }
 
-#define TRANSFORMER_OPS_COMPARISON(op)                             \
-  friend TRANSFORMER_OPS_INLINE auto operator op(Pair a, Pair b) { \
-    return PairMask{a.low op b.low, a.high op b.high};             \
+  // Clang before 17 deduces no arguments of an aggregate.
+#define TRANSFORMER_OPS_COMPARISON(op)                                           \
+  friend TRANSFORMER_OPS_INLINE auto operator op(Pair a, Pair b) {               \
+    return PairMask<decltype(a.low op b.low)>{a.low op b.low, a.high op b.high}; \
   }
   TRANSFORMER_OPS_COMPARISON(<)
   TRANSFORMER_OPS_COMPARISON(<=)
