@@ -228,6 +228,17 @@ def test_unfuse_leaves_what_others_added_to_the_class() -> None:
     ]
 
 
+def test_unfuse_reaches_methods_that_somebody_stored() -> None:
+    """As accelerate does: `module._old_forward = module.forward`."""
+    plain, model, _ = pair()
+    for layer in model.layers:
+        stored = layer.forward
+        layer.forward = lambda x, *args, stored=stored: stored(x, *args)
+    results(model)
+    tops.unfuse(model)
+    assert all(map(torch.equal, results(plain), results(model)))
+
+
 def test_unfused() -> None:
     plain, model, report = pair()
     with tops.unfused(model):

@@ -327,10 +327,11 @@ def _unless_patched(wrapped: Any, method: str) -> Any:
     """The function, or what the class has now, where somebody replaced the method since."""
 
     @functools.wraps(wrapped)
-    def found(self: FusedModule, *args: Any, **kwargs: Any) -> Any:
-        now = getattr(self._tops_base, method)
-        if now is not self._tops_methods[method]:
-            return now(self, *args, **kwargs)
+    def found(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(self, FusedModule):
+            now = getattr(self._tops_base, method)
+            if now is not self._tops_methods[method]:
+                return now(self, *args, **kwargs)
         return wrapped(self, *args, **kwargs)
 
     return found

@@ -14,11 +14,14 @@ from .windows import blocks_of
 
 __all__ = ["rewritten"]
 
+PLAIN = "_tops_plain"  # the variable that has the function before it was rewritten
+
 
 def rewritten(function: Any, sites: tuple[Site, ...], method: str) -> Any:
     """The function with, at each site, `region = self._tops_region(i)`, and either a call of it or
     the statements; and before them, a call of what the class has now, where somebody replaced the
-    method. Lines, globals and closure are those of the function."""
+    method, or of the function, where somebody stored the method and called `unfuse`. Lines, globals
+    and closure are those of the function."""
     tree = copy.deepcopy(tree_of(function))
     assert tree is not None
     text = isinstance(tree.body[0], ast.Expr) and isinstance(tree.body[0].value, ast.Constant)
@@ -27,14 +30,15 @@ def rewritten(function: Any, sites: tuple[Site, ...], method: str) -> Any:
     for place, block in reversed(list(enumerate(blocks_of(body)))):
         of_block = [(i, site) for i, site in own if site.found.window.block == place]
         block[:] = _with_choices(block, 0, of_block)
-    tree.body = [*tree.body[:text], _call_of_another(tree, method), *body]
+    tree.body = [*tree.body[:text], *_calls_of_others(tree, method), *body]
     for argument in ast.walk(tree.args):
         if isinstance(argument, ast.arg):
             argument.annotation = None
     tree.args.defaults = [ast.Constant(None) for _ in tree.args.defaults]
     tree.args.kw_defaults = [default and ast.Constant(None) for default in tree.args.kw_defaults]
-    code = compiled(tree, function.__code__)
+    code = compiled(tree, function.__code__, [PLAIN])
     cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+    cells[PLAIN] = types.CellType(function)
     closure = tuple(cells[name] for name in code.co_freevars)
     made = types.FunctionType(
         code, function.__globals__, function.__name__, function.__defaults__, closure
@@ -46,7 +50,7 @@ def rewritten(function: Any, sites: tuple[Site, ...], method: str) -> Any:
     return made
 
 
-def _call_of_another(tree: ast.FunctionDef, method: str) -> ast.stmt:
+def _calls_of_others(tree: ast.FunctionDef, method: str) -> list[ast.stmt]:
     given = tree.args
     own, *arguments = [argument.arg for argument in (*given.posonlyargs, *given.args)]
     if given.vararg is not None:
@@ -54,14 +58,17 @@ def _call_of_another(tree: ast.FunctionDef, method: str) -> ast.stmt:
     arguments += [f"{argument.arg}={argument.arg}" for argument in given.kwonlyargs]
     if given.kwarg is not None:
         arguments.append(f"**{given.kwarg.arg}")
+    call = f"({', '.join([own, *arguments])})"
     source = (
+        f"if not hasattr({own}, '_tops_base'):\n"
+        f"    return {PLAIN}{call}\n"
         f"if {own}._tops_base.{method} is not {own}._tops_methods[{method!r}]:\n"
-        f"    return {own}._tops_base.{method}({', '.join([own, *arguments])})"
+        f"    return {own}._tops_base.{method}{call}"
     )
-    found = ast.parse(source).body[0]
+    found = ast.parse(source)
     for node in ast.walk(found):
         ast.copy_location(node, tree.body[0])
-    return found
+    return found.body
 
 
 def _with_choices(

@@ -133,8 +133,10 @@ def _call_under_view(node: ast.expr | None) -> ast.Call | None:
     return call if is_part else None
 
 
-def compiled(tree: ast.FunctionDef, original: types.CodeType) -> types.CodeType:
-    """The code of a definition, with the free variables of an original."""
+def compiled(
+    tree: ast.FunctionDef, original: types.CodeType, free: Sequence[str] = ()
+) -> types.CodeType:
+    """The code of a definition, with the free variables of an original, and these."""
     fields: dict[str, Any] = {field: getattr(tree, field, None) for field in tree._fields}
     definition = ast.FunctionDef(**fields)
     # Its body may use its own name.
@@ -142,7 +144,7 @@ def compiled(tree: ast.FunctionDef, original: types.CodeType) -> types.CodeType:
     # Free variables are those of a function around it.
     outer = ast.parse("def _tops_outer(): pass").body[0]
     assert isinstance(outer, ast.FunctionDef)
-    outer.args.args = [ast.arg(name) for name in original.co_freevars]
+    outer.args.args = [ast.arg(name) for name in (*original.co_freevars, *free)]
     outer.body = [ast.copy_location(definition, tree)]
     module = ast.fix_missing_locations(ast.Module([outer], []))
     flags = original.co_flags & _FUTURE
