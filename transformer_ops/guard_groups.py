@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from . import _C
 from .locks import new_lock
+
+_CAN_ISOLATE = "isolate_recompiles" in inspect.signature(torch.compile).parameters
 
 _lock = new_lock()
 _records: weakref.WeakValueDictionary[str, GuardGroup] = weakref.WeakValueDictionary()
@@ -22,6 +27,22 @@ class GuardGroup:
     def __init__(self) -> None:
         self._members: weakref.WeakSet[Any] = weakref.WeakSet()
         self._asked: weakref.ref[Any] | None = None
+        # (what is compiled, options, the compiled function)
+        self._compiled: list[tuple[Any, Any, Any]] = []
+
+    def compiled(self, function: Callable[..., Any], *options: Any) -> Callable[..., Any]:
+        """The function, compiled for the members. What compiled functions of other groups do does
+        not count against its limit of recompilations."""
+        with _lock:
+            for known, given, found in self._compiled:
+                if known is function and given == options:
+                    return found  # type: ignore[no-any-return]
+            arguments, keywords = options
+            # Older torch has only one limit, for all that run the same code.
+            own = {"isolate_recompiles": True} if _CAN_ISOLATE else {}
+            made: Any = torch.compile(function, *arguments, **{**own, **keywords})
+            self._compiled.append((function, options, made))
+        return made  # type: ignore[no-any-return]
 
     def members(self) -> list[Any]:
         """The member whose state was read last comes first, because it is being traced. The others

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar, NamedTuple
@@ -385,6 +386,21 @@ class Sequential(nn.Module, Observer):
                     return output
             layout = self._with_current_hooks(layout)
         return self._run(layout, list(layout.modules), input, extra_inputs, op_kwargs)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Same as `nn.Module.compile`. Only Sequentials that were equal to this one at their first
+        call share its limit of recompilations."""
+        super().compile(*args, **kwargs)
+        if self._compiled_call_impl is not None:
+            first = functools.partial(self._compiled_first_call, (args, kwargs))
+            self._compiled_call_impl = first
+
+    def _compiled_first_call(self, options: tuple[Any, ...], *args: Any, **kwargs: Any) -> Any:
+        self._state()
+        assert self._guard_group is not None
+        compiled = self._guard_group.compiled(type(self)._call_impl, *options)
+        self._compiled_call_impl = functools.partial(compiled, self)
+        return self._compiled_call_impl(*args, **kwargs)
 
     def _slow_forward(self, *input: Any, **kwargs: Any) -> Any:
         # torch.jit.trace checks its graph without gradients, and compares all calls. An op of the

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +20,11 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import transformer_ops as tops
 
 pytestmark = pytest.mark.takes(seconds=25)
+
+isolates_recompiles = pytest.mark.skipif(
+    "isolate_recompiles" not in inspect.signature(torch.compile).parameters,
+    reason="needs a torch that counts the recompilations of each torch.compile call separately",
+)
 
 # More than torch._dynamo.config.recompile_limit.
 COUNT = 10
@@ -191,6 +197,48 @@ def test_flags_of_tensors_and_modes_are_those_of_each_block() -> None:
             # A compiled graph gives zeros for None, in plain torch too.
             grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in (got, want)]
             torch.testing.assert_close(*grads)
+
+
+def a_path(number: float) -> tops.Sequential:
+    return tops.Residual(tops.Linear(8, 8), tops.DropPath(number))
+
+
+def a_scale(number: float) -> tops.Sequential:
+    return tops.Sequential(tops.LayerNorm(8), tops.ConstantScale(number))
+
+
+class ScaledBlock(nn.Module):
+    def __init__(self, number: float) -> None:
+        super().__init__()
+        self.mlp = a_scale(number)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = x + self.mlp(x)
+        return found
+
+
+@isolates_recompiles
+@pytest.mark.parametrize("make", [a_path, a_scale, ScaledBlock])
+def test_blocks_that_differ_in_a_number_have_limits_of_their_own(make: Any) -> None:
+    blocks = [make(i / 20) for i in range(1, COUNT + 3)]
+    plain = copy.deepcopy(blocks)
+    for block in blocks:
+        # Torch's own blocks need the argument, too.
+        options = {"isolate_recompiles": True} if make is ScaledBlock else {}
+        block.compile(backend="aot_eager", fullgraph=True, **options)
+    for block in (*blocks, *plain):
+        block.train(make is not a_path)
+    check(blocks, plain)
+
+
+def test_a_compiled_sequential_is_traced_into_the_graph_around_it() -> None:
+    block = Block()
+    plain = copy.deepcopy(block)
+    compiled([block.mlp])
+    check([block.mlp], [plain.mlp])
+    counter = compiled([block])
+    check([block], [plain])
+    assert counter.frame_count == 1
 
 
 def a_number(module: Any, is_odd: bool) -> None:
