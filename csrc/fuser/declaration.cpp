@@ -5,6 +5,7 @@
 
 #include "fuser/error.h"
 #include "fuser/fork_safe_mutex.h"
+#include "fuser/recompute.h"
 
 namespace transformer_ops {
 namespace {
@@ -112,6 +113,21 @@ void check_delays(const OpDeclaration& row) {
   for (const State& state : row.states) {
     check(!state.later || has_mask, "[declaration] '", row.kind,
           "' must have an output_mask for state '", state.name, "', got '", row.backward, "'");
+  }
+}
+
+// Checks that backward can call what recomputes the output.
+void check_recompute(const OpDeclaration& row) {
+  const Schema& schema = row.recompute_schema;
+  if (schema.empty()) return;
+  const std::string place = "[declaration] recompute of '" + row.kind + "' must ";
+  check(schema.results.size() == 1 && schema.has_result("output"), place,
+        "return 'output' alone, got '", row.recompute, "'");
+  for (const Schema::Field& field : schema.arguments) {
+    const bool is_given = field.name == "input" || field.name == "grad_output";
+    check(is_given || has_field(row, field.name), place,
+          "take input, grad_output, slots, parameters, extra inputs and attributes, got '",
+          field.name, "'");
   }
 }
 
@@ -261,6 +277,7 @@ OpDeclaration checked(OpDeclaration row) {
   check_names(row);
   check_lists(row);
   check_delays(row);
+  check_recompute(row);
   return row;
 }
 

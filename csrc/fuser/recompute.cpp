@@ -153,7 +153,7 @@ class Recomputation {
   Producer op_producer(int op) const {
     Producer producer{&row(op).recompute_schema, {op}};
     for (const Schema::Field& field : producer.schema->arguments) {
-      producer.sources.push_back(find_source(producer.ops, field.name).value_or(None{}));
+      producer.sources.push_back(*find_source(producer.ops, field.name));
     }
     return producer;
   }
@@ -198,12 +198,9 @@ class Recomputation {
   std::optional<Source> find_source(const std::vector<int>& ops, const std::string& name) const {
     if (name == "input") return FirstInput{};
     if (name == "grad_output") return LastGradient{};
-    for (const int op : ops) {
-      const bool has_tensor =
-          row(op).has_parameter(name) || row(op).has_slot(name) || row(op).has_extra_input(name);
-      if (has_tensor || row(op).has_attribute(name)) return OpField{op, name};
-    }
-    return std::nullopt;
+    const auto op = std::ranges::find_if(ops, [&](int each) { return has_field(row(each), name); });
+    if (op == ops.end()) return std::nullopt;
+    return OpField{*op, name};
   }
 
   bool can_run(const Producer& producer) {
@@ -385,6 +382,11 @@ class Recomputation {
 void recompute_outputs(Plan& plan, const Analysis& analysis,
                        const std::vector<StepGroup>& forward) {
   Recomputation(plan, analysis, forward).run();
+}
+
+bool has_field(const OpDeclaration& op, const std::string& name) {
+  return op.has_parameter(name) || op.has_slot(name) || op.has_extra_input(name) ||
+         op.has_attribute(name);
 }
 
 bool asks_for_recompute(const Attributes& attributes) {

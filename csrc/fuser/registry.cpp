@@ -6,10 +6,13 @@
 #include <atomic>
 #include <filesystem>
 #include <memory>
+#include <span>
 #include <tuple>
 
+#include "fuser/declaration.h"
 #include "fuser/error.h"
 #include "fuser/fork_safe_mutex.h"
+#include "fuser/recompute.h"
 
 namespace transformer_ops {
 namespace {
@@ -56,6 +59,36 @@ void check_pattern(const Rule& rule) {
   }
 }
 
+// Whether an op that the call covers has the field, as far as their kinds are declared.
+bool may_have_field(const Rule& rule, const std::string& name) {
+  const int last = rule.recomputed < 0 ? std::ssize(rule.pattern) - 1 : rule.recomputed;
+  const auto covered = std::span(rule.pattern).first(last + 1);
+  return std::ranges::any_of(covered, [&](const PatternOp& op) {
+    return std::ranges::any_of(op.kinds, [&](const std::string& kind) {
+      return !is_declared(kind) || has_field(declaration(kind), name);
+    });
+  });
+}
+
+// Checks what can be known without a match. `bind` may give other fields; plans check what it
+// gives.
+void check_recompute(const Rule& rule) {
+  const Schema& schema = rule.recompute_schema;
+  if (schema.empty()) return;
+  const std::string place = "[fusion] recompute of '" + rule.name + "' must ";
+  check(!rule.forward_schema.empty(), place, "belong to a rule with a forward, got none");
+  check(rule.recomputed < std::ssize(rule.pattern), place,
+        "be for an entry of the pattern, got entry ", rule.recomputed, " of ", rule.pattern.size());
+  check(schema.results.size() == 1 && schema.has_result("output"), place,
+        "return 'output' alone, got '", rule.recompute, "'");
+  if (rule.bind) return;
+  for (const Schema::Field& field : schema.arguments) {
+    const bool is_given = field.name == "input" || field.name == "grad_output";
+    check(is_given || may_have_field(rule, field.name), place, "bind '", field.name,
+          "', or take what an op that it covers has, got neither");
+  }
+}
+
 // The registry must be locked.
 void check_name(const Registry& all, const Rule& rule) {
   const bool taken = std::ranges::any_of(all.fusions, [&](const Fusion& row) {
@@ -68,6 +101,7 @@ Rule with_schemas(Rule rule) {
   rule.forward_schema = parse_schema(rule.forward);
   rule.backward_schema = parse_schema(rule.backward);
   rule.recompute_schema = parse_schema(rule.recompute);
+  check_recompute(rule);
   return rule;
 }
 

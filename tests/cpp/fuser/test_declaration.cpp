@@ -45,6 +45,23 @@ TEST(Declaration, HasOneThingOfAName) {
   EXPECT_FALSE(is_declared("Twice"));
 }
 
+TEST(Declaration, ARecomputationTakesWhatItsOpHas) {
+  const auto error_with = [](const std::string& recompute) {
+    return error_of([&] {
+      checked(
+          {.kind = "Lost", .parameters = {"shift"}, .slots = {{"mask"}}, .recompute = recompute});
+    });
+  };
+  const std::string start = "again(Tensor grad_output, Tensor input, ";
+  EXPECT_EQ(error_with(start + "Tensor shift, Tensor mask) -> Tensor output"), "no error");
+  EXPECT_EQ(error_with(start + "Tensor shifts) -> Tensor output"),
+            "[declaration] recompute of 'Lost' must take input, grad_output, slots, parameters, "
+            "extra inputs and attributes, got 'shifts'");
+  const std::string other = start + "Tensor mask) -> (Tensor output, Tensor mask)";
+  EXPECT_EQ(error_with(other),
+            "[declaration] recompute of 'Lost' must return 'output' alone, got '" + other + "'");
+}
+
 TEST(Declaration, SaysWhichTensorsMayBeNoneAndWhichHoldIntegers) {
   const OpDeclaration& pick = declaration("Pick");
   EXPECT_TRUE(pick.is_optional("rows") && pick.is_optional("table"));

@@ -67,6 +67,35 @@ TEST(Registry, RefusesAPatternWithoutAnOpThatHasToBeThere) {
   EXPECT_EQ(registry_version(), version);
 }
 
+TEST(Registry, RefusesARecomputationThatPlansCannotCall) {
+  const int64_t version = registry_version();
+  const auto error_with = [](const std::string& recompute, int entry, bool has_forward = true) {
+    Rule wrong{.name = "wrong", .pass = Pass::Forward, .benefit = 10};
+    wrong.pattern = {{"Product"}, {"Shift"}, {"Mask"}};
+    if (has_forward)
+      wrong.forward = "wrong(Tensor input, Tensor weight, Tensor shift) -> Tensor output";
+    wrong.recompute = recompute;
+    wrong.recomputed = entry;
+    return error_of([&] { checked(wrong); });
+  };
+  const std::string place = "[fusion] recompute of 'wrong' must ";
+  const std::string start = "again(Tensor input, Tensor weight, ";
+  EXPECT_EQ(error_with(start + "Tensor shift) -> Tensor output", 1), "no error");
+  EXPECT_EQ(error_with(start + "Tensor shifts) -> Tensor output", 1),
+            place + "bind 'shifts', or take what an op that it covers has, got neither");
+  // The mask belongs to an op behind the entry.
+  EXPECT_EQ(error_with(start + "Tensor mask) -> Tensor output", 2), "no error");
+  EXPECT_EQ(error_with(start + "Tensor mask) -> Tensor output", 1),
+            place + "bind 'mask', or take what an op that it covers has, got neither");
+  const std::string other = start + "Tensor shift) -> Tensor result";
+  EXPECT_EQ(error_with(other, 1), place + "return 'output' alone, got '" + other + "'");
+  EXPECT_EQ(error_with(start + "Tensor shift) -> Tensor output", 3),
+            place + "be for an entry of the pattern, got entry 3 of 3");
+  EXPECT_EQ(error_with(start + "Tensor shift) -> Tensor output", 1, false),
+            place + "belong to a rule with a forward, got none");
+  EXPECT_EQ(registry_version(), version);
+}
+
 TEST(Registry, ChecksARuleWithoutAddingIt) {
   const int64_t version = registry_version();
   Rule given = rule("checked", Pass::Forward, 10);
