@@ -4,6 +4,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <algorithm>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -31,6 +32,26 @@ Py_ssize_t size_of(PyObject* found) {
 // Returns a borrowed reference, found without running code of the class; null if there is none.
 PyObject* class_attribute_of(PyObject* type, const py::str& name) {
   return _PyType_Lookup(reinterpret_cast<PyTypeObject*>(type), name.ptr());
+}
+
+// The version of a class, which changes with its attributes and those of its bases; 0 if it has
+// none at the moment.
+uint64_t version_of_class(PyObject* object) {
+  auto* const type = reinterpret_cast<PyTypeObject*>(object);
+#if PY_VERSION_HEX < 0x030C0000
+  if (PyType_HasFeature(type, Py_TPFLAGS_VALID_VERSION_TAG) == 0) return 0;
+#endif
+  return type->tp_version_tag;
+}
+
+// A number that no other dict has, and that changes with the dict; 0 if Python has none (PEP 509).
+uint64_t version_of_dict(PyObject* dict) {
+#if PY_VERSION_HEX < 0x030C0000
+  return reinterpret_cast<PyDictObject*>(dict)->ma_version_tag;
+#else
+  static_cast<void>(dict);
+  return 0;
+#endif
 }
 
 // Returns null if the object has no such attribute.
@@ -78,14 +99,12 @@ py::object items_of(PyObject* found) {
     return py::reinterpret_borrow<py::object>(found);
   }
   py::list items;
-  if (PyDict_CheckExact(found)) {
-    for (const auto& [key, value] : py::reinterpret_borrow<py::dict>(found)) {
-      items.append(key);
-      items.append(value);
-    }
-    return py::tuple(items);
+  if (PyList_CheckExact(found)) return py::tuple(py::reinterpret_borrow<py::list>(found));
+  for (const auto& [key, value] : py::reinterpret_borrow<py::dict>(found)) {
+    items.append(key);
+    items.append(value);
   }
-  return py::tuple(py::reinterpret_borrow<py::list>(found));
+  return py::tuple(items);
 }
 
 // Are these the items that items_of has found?
@@ -130,82 +149,102 @@ Guards::Guards(const py::object& owner) {
   if (!owner.is_none()) owner_ = py::weakref(owner);
 }
 
-py::object Guards::stored(const py::object& object) const {
-  if (!owner_) return object;
+bool Guards::is_of_owner(const py::object& object, bool its_dict) const {
+  if (!owner_) return false;
   const py::object owner = (*owner_)();
-  if (object.is(owner)) return {};
-  return object.is(owner.attr("__dict__")) ? py::none() : object;
+  return object.is(its_dict ? owner.attr("__dict__") : owner);
+}
+
+bool Guards::is_new(const py::object& object, const Condition& condition) {
+  return known_.emplace(condition.kind, object.ptr(), py::hash(condition.key)).second;
 }
 
 void Guards::add_type(const py::object& object, std::string text) {
   auto type = py::reinterpret_borrow<py::object>(type_of(object.ptr()));
-  add({Kind::Type, stored(object), {}, std::move(type), 0, std::move(text)});
+  add(object, {.kind = Kind::Type, .expected = std::move(type), .text = std::move(text)});
 }
 
 void Guards::add_attribute(const py::object& object, const py::str& name, std::string text) {
-  py::object value = attribute_of(object.ptr(), name);
-  add({Kind::Attribute, stored(object), name, std::move(value), 0, std::move(text)});
+  add(object, {.kind = Kind::Attribute,
+               .key = name,
+               .expected = attribute_of(object.ptr(), name),
+               .text = std::move(text)});
+}
+
+void Guards::add(const py::object& object, Condition condition) {
+  if (!is_new(object, condition)) return;
+  objects_.push_back({is_of_owner(object, false) ? py::object() : object, std::move(condition)});
 }
 
 void Guards::add_class_attribute(const py::type& type, const py::str& name, std::string text) {
   auto value = py::reinterpret_borrow<py::object>(class_attribute_of(type.ptr(), name));
-  add({Kind::ClassAttribute, type, name, std::move(value), 0, std::move(text)});
+  Condition added{
+      .kind = Kind::Attribute, .key = name, .expected = std::move(value), .text = std::move(text)};
+  auto known = std::ranges::find_if(classes_, [&](const auto& one) { return one.type.is(type); });
+  if (known == classes_.end()) known = classes_.insert(known, {.type = type});
+  const auto is_known = [&](const Condition& one) { return one.key.equal(name); };
+  if (std::ranges::any_of(known->attributes, is_known)) return;
+  known->attributes.push_back(std::move(added));
+  known->version = 0;
 }
 
 void Guards::add_value(const py::dict& dict, const py::str& key, std::string text) {
   auto value = py::reinterpret_borrow<py::object>(value_of(dict.ptr(), key));
-  add({Kind::Value, stored(dict), key, std::move(value), 0, std::move(text)});
+  add(dict,
+      {.kind = Kind::Value, .key = key, .expected = std::move(value), .text = std::move(text)});
 }
 
 void Guards::add_items(const py::dict& dict, const py::str& key, std::string text) {
   py::object items = items_of(value_of(dict.ptr(), key));
-  add({Kind::Items, stored(dict), key, std::move(items), 0, std::move(text)});
+  add(dict,
+      {.kind = Kind::Items, .key = key, .expected = std::move(items), .text = std::move(text)});
 }
 
 void Guards::add_type_of_value(const py::dict& dict, const py::str& key, std::string text) {
   auto type = py::reinterpret_borrow<py::object>(type_of(value_of(dict.ptr(), key)));
-  add({Kind::TypeOfValue, stored(dict), key, std::move(type), 0, std::move(text)});
+  add(dict, {.kind = Kind::TypeOfValue,
+             .key = key,
+             .expected = std::move(type),
+             .text = std::move(text)});
 }
 
 void Guards::add_shape(const py::dict& dict, const py::str& key, std::string text) {
-  Condition added{Kind::Shape, stored(dict), key, {}, 0, std::move(text)};
-  added.shape = shape_of(value_of(dict.ptr(), key));
-  add(std::move(added));
+  add(dict, {.kind = Kind::Shape,
+             .key = key,
+             .expected = {},
+             .shape = shape_of(value_of(dict.ptr(), key)),
+             .text = std::move(text)});
 }
 
 void Guards::add_size(const py::dict& dict, const py::str& key, std::string text) {
-  const Py_ssize_t size = size_of(value_of(dict.ptr(), key));
-  add({Kind::Size, stored(dict), key, {}, size, std::move(text)});
+  add(dict, {.kind = Kind::Size,
+             .key = key,
+             .expected = {},
+             .size = size_of(value_of(dict.ptr(), key)),
+             .text = std::move(text)});
 }
 
-void Guards::add(Condition condition) {
-  const bool is_new =
-      known_.emplace(condition.kind, condition.object.ptr(), py::hash(condition.key)).second;
-  if (is_new) conditions_.push_back(std::move(condition));
+void Guards::add(const py::dict& dict, Condition condition) {
+  if (!is_new(dict, condition)) return;
+  const py::object stored = is_of_owner(dict, true) ? py::object() : py::object(dict);
+  auto known = std::ranges::find_if(dicts_, [&](const auto& one) { return one.dict.is(stored); });
+  if (known == dicts_.end()) known = dicts_.insert(known, {.dict = stored});
+  auto& conditions = condition.kind == Kind::Value ? known->values : known->others;
+  conditions.push_back(std::move(condition));
+  known->version = 0;
 }
 
-bool Guards::holds(const Condition& condition, PyObject* owner, PyObject* own) {
-  const auto& [kind, stored, key, expected, size, text, shape] = condition;
-  PyObject* const object = stored ? stored.is_none() ? own : stored.ptr() : owner;
-  switch (kind) {
-    case Kind::Type:
-      return type_of(object) == expected.ptr();
-    case Kind::Attribute:
-      return is_same(attribute_of(object, key).ptr(), expected.ptr());
-    case Kind::ClassAttribute:
-      return class_attribute_of(object, key) == expected.ptr();
-    case Kind::Value:
-      return is_same(value_of(object, key), expected.ptr());
-    case Kind::Items:
-      return has_items(value_of(object, key), expected.ptr());
-    case Kind::TypeOfValue:
-      return type_of(value_of(object, key)) == expected.ptr();
-    case Kind::Shape:
-      return has_shape(value_of(object, key), shape);
+bool Guards::holds(const Condition& condition) {
+  switch (condition.kind) {
     case Kind::Size:
-      return size_of(value_of(object, key)) == size;
+      return size_of(condition.found) == condition.size;
+    case Kind::Shape:
+      return has_shape(condition.found, condition.shape);
+    case Kind::Items:
+      return has_items(condition.found, condition.expected.ptr());
+    default:
+      return type_of(condition.found) == condition.expected.ptr();
   }
-  return false;
 }
 
 const std::string* Guards::broken() const {
@@ -215,18 +254,66 @@ const std::string* Guards::broken() const {
     own = py::reinterpret_steal<py::object>(PyObject_GenericGetDict(owner.ptr(), nullptr));
     if (!own) throw py::error_already_set();
   }
-  for (const Condition& condition : conditions_) {
-    if (!holds(condition, owner.ptr(), own.ptr())) return &condition.text;
+  for (const auto& [type, attributes, version] : classes_) {
+    const uint64_t now = version_of_class(type.ptr());
+    if (now != 0 && now == version) continue;
+    for (const Condition& one : attributes) {
+      if (class_attribute_of(type.ptr(), one.key) != one.expected.ptr()) return &one.text;
+    }
+    version = now;
+  }
+  for (const auto& [stored, values, others, version] : dicts_) {
+    PyObject* const dict = stored ? stored.ptr() : own.ptr();
+    const uint64_t now = version_of_dict(dict);
+    const bool has_changed = now == 0 || now != version;
+    if (has_changed) {
+      for (const Condition& one : values) {
+        if (!is_same(value_of(dict, one.key), one.expected.ptr())) return &one.text;
+      }
+    }
+    for (const Condition& one : others) {
+      if (has_changed) one.found = value_of(dict, one.key);
+      if (!holds(one)) return &one.text;
+    }
+    version = now;
+  }
+  for (const auto& [stored, one] : objects_) {
+    PyObject* const object = stored ? stored.ptr() : owner.ptr();
+    const bool holds = one.kind == Kind::Type
+                           ? type_of(object) == one.expected.ptr()
+                           : is_same(attribute_of(object, one.key).ptr(), one.expected.ptr());
+    if (!holds) return &one.text;
   }
   return nullptr;
 }
 
 int Guards::traverse(visitproc visit, void* arg) const {
-  for (const Condition& condition : conditions_) {
-    Py_VISIT(condition.object.ptr());
+  const auto visit_all = [&](const py::object& object,
+                             std::initializer_list<const std::vector<Condition>*> lists) {
+    Py_VISIT(object.ptr());
+    for (const auto* const list : lists) {
+      for (const Condition& condition : *list) Py_VISIT(condition.expected.ptr());
+    }
+    return 0;
+  };
+  for (const auto& one : classes_) {
+    if (const int stop = visit_all(one.type, {&one.attributes})) return stop;
+  }
+  for (const auto& one : dicts_) {
+    if (const int stop = visit_all(one.dict, {&one.values, &one.others})) return stop;
+  }
+  for (const auto& [object, condition] : objects_) {
+    Py_VISIT(object.ptr());
     Py_VISIT(condition.expected.ptr());
   }
   return 0;
+}
+
+void Guards::clear() {
+  classes_.clear();
+  dicts_.clear();
+  objects_.clear();
+  known_.clear();
 }
 
 void bind_guards(py::module_& module) {

@@ -47,32 +47,49 @@ class Guards {
 
   // For Python's garbage collector: visits all Python objects, and releases them.
   int traverse(visitproc visit, void* arg) const;
-  void clear() {
-    conditions_.clear();
-    known_.clear();
-  }
+  void clear();
 
  private:
-  enum class Kind { Type, Attribute, ClassAttribute, Value, Items, TypeOfValue, Shape, Size };
+  enum class Kind { Type, Attribute, Value, Items, TypeOfValue, Shape, Size };
   struct Condition {
     Kind kind;
-    py::object object;
     py::str key;
     py::object expected;  // null if the key is absent
     Py_ssize_t size = 0;
-    std::string text;
-    std::optional<std::vector<int64_t>> shape{};
+    std::optional<std::vector<int64_t>> shape = {};
+    std::string text = {};
+    mutable PyObject* found = nullptr;  // the value of the key, borrowed
+  };
+  // Nothing is looked up while the dict has the version at which all conditions were true.
+  struct DictConditions {
+    py::object dict;                     // null for the __dict__ of the owner
+    std::vector<Condition> values = {};  // true as long as the dict does not change
+    std::vector<Condition> others = {};
+    mutable uint64_t version = 0;
+  };
+  struct ClassConditions {
+    py::object type;
+    std::vector<Condition> attributes = {};
+    mutable uint64_t version = 0;
+  };
+  struct ObjectCondition {
+    py::object object;  // null for the owner
+    Condition condition;
   };
 
+  static bool holds(const Condition& condition);
   // Does nothing for a condition that is there.
-  void add(Condition condition);
-  // What a condition stores for the owner and for its __dict__: null, and None.
-  py::object stored(const py::object& object) const;
-  static bool holds(const Condition& condition, PyObject* owner, PyObject* own);
+  void add(const py::dict& dict, Condition condition);
+  void add(const py::object& object, Condition condition);
+  // Notes a condition on an object.
+  bool is_new(const py::object& object, const Condition& condition);
+  bool is_of_owner(const py::object& object, bool its_dict) const;
 
   std::optional<py::weakref> owner_;
 
-  std::vector<Condition> conditions_;
+  std::vector<ClassConditions> classes_;
+  std::vector<DictConditions> dicts_;
+  std::vector<ObjectCondition> objects_;
   std::set<std::tuple<Kind, const PyObject*, Py_ssize_t>> known_;  // by kind, object and key
 };
 
