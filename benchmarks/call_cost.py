@@ -31,6 +31,8 @@ from suite.machine import describe
 from suite.rows import WORSE
 from torch import Tensor, nn
 
+import transformer_ops as tops
+
 Call = Callable[[], object]
 PASSES = ["forward", "forward+backward", "forward no grad"]
 EAGER, EAGER_COMPILED = "eager", "eager, compiled"
@@ -194,6 +196,26 @@ def too_slow(block: str, rows: list[dict[str, object]]) -> list[str]:
     return lines
 
 
+def us_of_guards() -> float:
+    """Microseconds that the guards of a fused decoder layer take at each call."""
+    import transformers
+
+    config = transformers.LlamaConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=64,
+    )
+    model = transformers.LlamaForCausalLM(config)
+    tops.fuse(model)
+    model(torch.zeros(1, 4, dtype=torch.long))
+    layer: Any = model.model.layers[0]
+    region = max(layer.fused.regions, key=lambda one: len(one.inside))
+    return 1e6 * statistics.median(seconds(region.state.guards.hold, 500) for _ in range(30))
+
+
 def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
@@ -230,13 +252,15 @@ def main() -> int:
                 break
         results[block.name] = rows
         slow += beyond
+    guards = us_of_guards()
+    print(f"{'guards of a fused layer':<32}{guards:10.2f} us")
     if options.out:
         about = {
             "about": describe(torch.device("cpu"), 1, dict(os.environ)),
             "rounds": rounds,
             **sizes,
         }
-        content = {**about, "blocks": results, WORSE: slow}
+        content = {**about, "blocks": results, "fused layer guards us": guards, WORSE: slow}
         options.out.write_text(json.dumps(content, indent=2) + "\n")
     for line in slow:
         print(line, file=sys.stderr)
