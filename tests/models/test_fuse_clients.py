@@ -495,6 +495,45 @@ def test_two_processes(tmp_path: Path) -> None:
     spawn(_train, str(tmp_path), ranks=2)
 
 
+def _with_adapters() -> Any:
+    config = peft.LoraConfig(target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+    return peft.get_peft_model(llama(), config)
+
+
+def _train_adapters(rank: int, folder: str) -> None:
+    with group_of_ranks(rank, 2, folder):
+        tokens = torch.randint(0, 64, (4, 8), generator=torch.Generator().manual_seed(0))
+        plain = _with_adapters()
+        loss = plain(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        want = {name: p.grad for name, p in plain.named_parameters() if p.requires_grad}
+        own = tokens[2 * rank : 2 * rank + 2]
+        model = _with_adapters()
+        report = tops.fuse(model)
+        for layer in model.get_base_model().model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+        for _ in range(2):
+            model.zero_grad()
+            out = model(input_ids=own, labels=own)
+            out.loss.backward()
+        dist.all_reduce(mean := out.loss.detach() / 2)
+        torch.testing.assert_close(mean, loss.detach())
+        # The adapters are in both halves of a layer, and not in the norms.
+        assert fused_rules(report)["norm"] >= 1
+        found = {name: _whole(p.grad) for name, p in model.named_parameters() if p.requires_grad}
+        assert found.keys() == want.keys() and want
+        for name, gradient in want.items():
+            difference = found[name] - gradient
+            assert difference.norm() <= 1e-5 * gradient.norm() + 1e-7, name
+        dist.barrier()
+
+
+def test_adapters_in_two_processes(tmp_path: Path) -> None:
+    """As TRL wraps them: each layer and the PeftModel in `fully_shard`."""
+    spawn(_train_adapters, str(tmp_path), ranks=2)
+
+
 def test_one_call_that_records_hidden_states() -> None:
     """Its hooks stay on the modules, and record nothing in other calls."""
     plain, model = llama(), llama()
