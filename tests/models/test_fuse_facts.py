@@ -401,3 +401,23 @@ def test_replicas_of_data_parallel_have_ops_of_their_own() -> None:
     replica = layer._replicate_for_data_parallel()  # type: ignore[attr-defined]
     assert replica._regions() is not layer._regions()  # type: ignore[operator]
     torch.testing.assert_close(replica(x), want)
+
+
+def test_a_method_that_an_instance_replaces_before_the_first_call() -> None:
+    class Norm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.eps = nn.Parameter(torch.rand(8)), 1e-6
+
+        def _norm(self, x: Tensor) -> Tensor:
+            return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+
+        def forward(self, x: Tensor) -> Tensor:
+            output = self._norm(x.float())
+            output = output * (1.0 + self.weight.float())
+            return output.type_as(x)
+
+    norm, x = Norm(), torch.randn(4, 8)
+    assert tops.fuse(norm).fused
+    norm._norm = lambda x: x * 3  # type: ignore[method-assign]
+    torch.testing.assert_close(norm(x), 3 * x * (1 + norm.weight))

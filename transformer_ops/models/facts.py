@@ -144,6 +144,8 @@ class Facts:
         if self._is_in(own, attribute, text):
             if is_module and attribute in owner._parameters:
                 raise FuseSkip(f"{attribute} of {name} hides a parameter")
+            if is_module and isinstance(static, types.FunctionType):
+                raise FuseSkip(f"{attribute} of {name} is another one than that of its class")
             return own[attribute]
         if static is not _ABSENT or not isinstance(owner, nn.Module):
             return static
