@@ -36,13 +36,13 @@ class GuardGroup:
         with _lock:
             for known, given, found in self._compiled:
                 if known is function and given == options:
-                    return found  # type: ignore[no-any-return]
+                    return found
             arguments, keywords = options
             # Older torch has only one limit, for all that run the same code.
             own = {"isolate_recompiles": True} if _CAN_ISOLATE else {}
             made: Any = torch.compile(function, *arguments, **{**own, **keywords})
             self._compiled.append((function, options, made))
-        return made  # type: ignore[no-any-return]
+        return made
 
     def members(self) -> list[Any]:
         """The member whose state was read last comes first, because it is being traced. The others

@@ -215,7 +215,7 @@ class Adapted(NamedTuple):
         """`[out_features, in_features]`."""
         if self.is_transposed:
             transposed: Any = self.base.weight
-            return transposed.t()  # type: ignore[no-any-return]
+            return transposed.t()
         return weight_of(self.base)
 
 

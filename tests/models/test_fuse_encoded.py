@@ -4,10 +4,12 @@ them, and save only codes."""
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import bitsandbytes
+import peft
 import pytest
 import torch
 import transformers
@@ -477,3 +479,33 @@ def test_where_layers_of_bitsandbytes_run_themselves() -> None:
     mlp = DecoderLayer(64, 64)
     mlp.mlp.gate_proj = linear  # type: ignore[union-attr]
     assert "Linear8bitLt is not a torch.nn.Linear" in reasons(tops.fuse(mlp))
+
+
+# ---- adapters on encoded weights (QLoRA)
+
+BASES: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "nvfp4": functools.partial(encode, format="nvfp4", names=("base_layer",)),
+    "torchao": by_torchao,
+    "bitsandbytes": lambda model: by_bitsandbytes(model, torch.float32, **OPTIONS["NF4"]),
+}
+
+
+@pytest.mark.parametrize("recompute", ["cheap", "products"])
+@pytest.mark.parametrize("base", BASES)
+def test_adapters_on_encoded_weights(base: str, recompute: str) -> None:
+    torch.manual_seed(0)
+    names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    config = peft.LoraConfig(r=4, target_modules=names, init_lora_weights=False)
+    if base == "nvfp4":
+        # PEFT takes it for a plain weight.
+        model: Any = BASES[base](peft.get_peft_model(llama(), config))
+    else:
+        model = peft.get_peft_model(BASES[base](llama()), config)
+    wanted = outcome(model)
+    report = tops.fuse(model, recompute=recompute)
+    for found, other in zip(outcome(model), wanted, strict=True):
+        assert (found - other).norm() <= 2e-5 * other.norm()
+    assert not reasons(report), report
+    assert "layer" in {row.rule for row in report.fused}
+    before, after = report.saved_bytes(input_ids=torch.zeros(2, 12, dtype=torch.int64))
+    assert 0 < after < (0.5 if recompute == "products" else 0.8) * before

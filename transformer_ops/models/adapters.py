@@ -49,6 +49,44 @@ _FORWARD = Pattern(
     return R
     """
 )
+# That of a base in 4 bits.
+_FORWARD_IN_4_BITS = Pattern(
+    """
+    self._check_forward_args(H, *A, **K)
+    N = K.pop("adapter_names", None)
+    V = {k: K.pop(k, None) for k in VARIANT_KWARG_KEYS}
+    if self.disable_adapters:
+        if self.merged:
+            self.unmerge()
+        R = self.base_layer(H, *A, **K)
+    elif N is not None:
+        any_statements
+    elif self.merged:
+        R = self.base_layer(H, *A, **K)
+    else:
+        R = self.base_layer(H, *A, **K)
+        R = R.clone()
+        for P in self.active_adapters:
+            if P not in self.lora_A.keys():
+                continue
+            L = self.lora_A[P]
+            B = self.lora_B[P]
+            D = self.lora_dropout[P]
+            S = self.scaling[P]
+            Q = not torch.is_autocast_enabled()
+            if Q:
+                T = R.dtype
+                H = self._cast_input_dtype(H, L.weight.dtype)
+            if P not in self.lora_variant:
+                O = B(L(D(H))) * S
+                if Q:
+                    O = O.to(T)
+                R = R + O
+            else:
+                any_statements
+    return R
+    """
+)
 # What `forward` asks for by properties -> their getters.
 _PROPERTIES = {
     "disable_adapters": Pattern("return self._disable_adapters"),
@@ -79,7 +117,8 @@ _CONTAINERS = ("merged_adapters", "_active_adapter", "scaling", "lora_variant")
 def is_adapted(module: nn.Module) -> bool:
     """Whether the forward of a module adds adapters of low rank to that of its base."""
     kind = class_of(module)
-    return names_in(kind.forward, _FORWARD) is not None and _is_known(kind)
+    forms = (names_in(kind.forward, form) for form in (_FORWARD, _FORWARD_IN_4_BITS))
+    return any(found is not None for found in forms) and _is_known(kind)
 
 
 def _is_known(kind: Any) -> bool:
