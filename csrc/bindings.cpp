@@ -73,7 +73,7 @@ py::dict declaration_to_python(const OpDeclaration& row) {
   entry["integers"] = row.integers;
   entry["constants"] = row.constants;
   entry["detached"] = row.detached;
-  entry["operands"] = row.operands;
+  entry["operands"] = row.exact_operands ? std::vector<std::string>() : row.operands;
   std::vector<std::string> optional;
   for (const auto* names : {&row.parameters, &row.extra_inputs}) {
     std::ranges::copy_if(*names, std::back_inserter(optional),

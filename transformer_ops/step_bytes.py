@@ -18,9 +18,9 @@ from . import _C
 from .op.tensor_parallel import is_dtensor
 from .progress import progress
 from .sharding import sharding_restored, storages
-from .tables import html_table
+from .tables import html_table, size_text
 
-__all__ = ["StepBytes", "restored", "size_text", "step_bytes"]
+__all__ = ["StepBytes", "restored", "step_bytes"]
 
 _BAR = 32  # characters of the longest bar in a terminal
 _TITLES = {
@@ -83,15 +83,6 @@ class StepBytes(NamedTuple):
         rows = {**self.titled(), "peak": self.peak}
         cells = [(title, size_text(count)) for title, count in rows.items()]
         return html_table(("", "bytes at the peak"), cells)
-
-
-def size_text(count: float) -> str:
-    """A number of bytes, for people."""
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} GiB"
 
 
 def step_bytes(

@@ -7,13 +7,31 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from itertools import zip_longest
 
-__all__ = ["CELL_STYLE", "WIDTH", "html_row", "html_table", "text_table", "unbroken", "wrapped"]
+__all__ = [
+    "CELL_STYLE",
+    "WIDTH",
+    "html_row",
+    "html_table",
+    "size_text",
+    "text_table",
+    "unbroken",
+    "wrapped",
+]
 
 WIDTH = 80
 _GAP = "  "
 _ROOM = 20  # columns that the last cell of a row should have
 _UNBROKEN = "\N{NO-BREAK SPACE}"
 CELL_STYLE = ' style="text-align:left;vertical-align:top;padding:2px 10px"'
+
+
+def size_text(count: float) -> str:
+    """A number of bytes, for people."""
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} GiB"
 
 
 def text_table(rows: Sequence[Sequence[str]], indent: str = "") -> list[str]:

@@ -290,7 +290,8 @@ void add_declaration(OpDeclaration row) {
 }
 
 bool is_quantized(const OpDeclaration& row, int op, const Recipe* recipe) {
-  return recipe != nullptr && !row.operands.empty() && !recipe->of(op).is_exact();
+  const bool may_round = !row.operands.empty() && !row.exact_operands;
+  return recipe != nullptr && may_round && !recipe->of(op).is_exact();
 }
 
 int64_t slot_bits(const OpDeclaration& row, const std::string& slot, int64_t width,

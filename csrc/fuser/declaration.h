@@ -108,6 +108,8 @@ struct OpDeclaration {
   // An op without typed ops that names its input here is no product: it rounds its main tensor if
   // its attribute `rounds_input` is set, and the gradient if `rounds_grad_output` is.
   std::vector<std::string> operands = {};
+  // Recipes leave the operands as they are; weights that are encoded are decoded.
+  bool exact_operands = false;
   // Do <forward>_scaled and <backward>_scaled exist, for operands with a scale?
   bool scalable = false;
   // Does the op do nothing in this mode? Plans then pass the tensor through, and patterns skip the

@@ -319,6 +319,7 @@ int64_t bits_of_slot(const std::string& slot, int64_t width, int64_t element_bit
          .dtype = DTypeRule::Parameter,
          .own_dtype = {"lora_a", "lora_b"},
          .operands = {"input", "weight"},
+         .exact_operands = true,
          .width = total,
          .slot_bits = bits_of_slot},
     .forward = {.schema = "lora_linear(Tensor input, Tensor[] weight, Tensor[] bias, "

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from helpers import strided
 from op_cases import CASES, OpCase
-from op_references import layer_norm, packed_linear, rms_norm
+from op_references import layer_norm, lora_linear, packed_linear, rms_norm
 from torch import Tensor, nn
 from user_fusions import Gate, ScaleShift, SingleSquare
 
@@ -138,7 +138,7 @@ SAME_WIDTH += ["Dropout-eval", "Dropout-none", "L2Normalization"]
 _OTHERS = {name for name, case in ROWS.items() if case.extras is not None}
 HALVING = [name for name in ROWS if "GLU" in name and name not in _OTHERS]
 PARAMETERS = ["Linear", "Linear-no-bias", "BasicLinear", "Bias", "LayerNorm", "RMSNorm"]
-PARAMETERS += ["PackedLinear", "PackedLinear-bias"]
+PARAMETERS += ["PackedLinear", "PackedLinear-bias", "LoRALinear", "LoRALinear-two-of-three"]
 PARAMETERS += ["LayerNorm-zero-centered", "RMSNorm-zero-centered"]
 ROW_OF = {"LayerNorm-zero-centered": "LayerNorm-zero-centered-2d"}
 ROW_OF |= {"RMSNorm-zero-centered": "RMSNorm-zero-centered-2d"}
@@ -222,8 +222,13 @@ class Builder:
         if self.rng.random() < 0.2:
             first = self.rng.randrange(1, out)
             bias = self.rng.random() < 0.5
-            op = tops.PackedLinear(self.width, (first, out - first), bias=bias)
-            self.add(op, of(packed_linear))
+            sizes = (first, out - first)
+            if self.rng.random() < 0.3:
+                op = tops.LoRALinear(self.width, sizes, (2, 1), scaling=0.5, bias=bias)
+                self.add(op.requires_grad_(), of(lora_linear((0, 1), (0.5, 0.5))))
+            else:
+                op = tops.PackedLinear(self.width, sizes, bias=bias)
+                self.add(op, of(packed_linear))
             self.width = out
             return
         if name == "BasicLinear":

@@ -25,3 +25,19 @@ def test_finetuning(model: str, tmp_path: Path) -> None:
     before, after = (float(x) for x in re.findall(r"([\d.]+) MiB", printed))
     assert after < before
     assert (tmp_path / f"finetune-{model}.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_finetuning_adapters(tmp_path: Path) -> None:
+    script = str(SCRIPT.with_name("finetune_lora.py"))
+    command = [sys.executable, script, "--smoke", "--quiet", "--learning-rate", "1e-2"]
+    run = [*command, "--out", str(tmp_path)]
+    printed = subprocess.run(run, stdout=subprocess.PIPE, text=True, check=True).stdout
+    assert re.search(r"2 x LlamaDecoderLayer +layer +fused", printed), printed
+    first, last = (
+        float(re.search(rf"([\d.]+) at the {when}", printed)[1])  # type: ignore[index]
+        for when in ("start", "end")
+    )
+    assert last < first
+    before, loaded = re.search(r"loss ([\d.]+), loaded ([\d.]+)", printed).groups()  # type: ignore[union-attr]
+    assert before == loaded
+    assert (tmp_path / "finetune-lora.png").read_bytes()[:4] == b"\x89PNG"

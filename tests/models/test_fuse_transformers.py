@@ -294,24 +294,24 @@ def test_adapters(targets: Any, when: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "target"),
+    ("name", "targets"),
     [
-        ("GPT2", "c_attn"),
+        ("GPT2", ["c_attn"]),
         ("GPT2", ["c_attn", "c_proj", "c_fc"]),
-        ("GPTNeoX", "query_key_value"),
-        ("OPT", "v_proj"),
-        ("OPT, post-norm", "k_proj"),
-        ("Cohere", "o_proj"),
+        ("GPTNeoX", ["query_key_value"]),
+        ("OPT", ["v_proj"]),
+        ("OPT, post-norm", ["k_proj"]),
+        ("Cohere", ["o_proj"]),
         ("Bert", ["query", "value"]),
     ],
 )
-def test_adapters_of_other_models(name: str, target: Any) -> None:
+def test_adapters_of_other_models(name: str, targets: list[str]) -> None:
     """The layers are fused as without adapters."""
     fused = MODELS[name][1]
-    plain, model = lora(make(name), target), make(name)
+    plain, model = lora(make(name), targets), make(name)
     report = tops.fuse(model)
     assert_same(make(name), model)
-    model = lora(model, target)
+    model = lora(model, targets)
     assert_same(plain, model)
     assert fused_rules(report) == fused
 

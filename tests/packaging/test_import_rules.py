@@ -28,6 +28,7 @@ LAYERS = [
     "op",
     "quantization.scales",
     "quantization.quantizers",
+    "quantization.stored",
     "quantization.quantized_tensor",
     "recipe",
     "quantization.recipe",

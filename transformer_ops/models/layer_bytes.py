@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from ..sharding import is_gathered, sharding_restored, storages
-from ..step_bytes import restored, size_text
+from ..step_bytes import restored
 from ..svg import Canvas, save_svg
-from ..tables import html_table
+from ..tables import html_table, size_text
 from .fused_class import FusedModule
 
 __all__ = ["LayerBytes", "LayerRow", "bytes_by_layer"]

@@ -31,7 +31,7 @@ class LoRALinear(BasicOperation, kind="LoRALinear"):
     All adapters read the same dropped `x`, so training saves one bit for each of its elements.
     Forward keeps `scaling * (dropout(x) @ lora_a.T)`, which has `rank` columns. If weights are
     frozen, `x` is saved for the gradients of `lora_a` alone, and recomputed where the `recompute`
-    policy can. Recipes round `x`, the weights and the gradient of the output.
+    policy can. Recipes leave the op as it is; weights may be held encoded.
 
     `lora_a` is initialized kaiming-uniform with a = sqrt(5) and `lora_b` with zeros; `weight` and
     `bias` are initialized as in `PackedLinear`, and do not require gradients.

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from ..op.base import FusibleOperation
 from ..progress import progress
 from ..sharding import storages
-from ..step_bytes import size_text
-from ..tables import html_table, text_table
+from ..tables import html_table, size_text, text_table
 from .number_format import FORMATS
 from .quantized_tensor import QuantizedTensor
 from .statistics import Report, Row, errors_of
