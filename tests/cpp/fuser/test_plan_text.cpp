@@ -115,7 +115,7 @@ TEST(PlanText, ErrorsNameTheLine) {
       {2, "op 0", "[plan] op 0 must come next, got '0' (line 2)"},
       {2, "op 0 Scale factor", "[plan] 'factor' must hold a '=' (line 2)"},
       {2, "op 0 Scale factor=[1, x]",
-       "[plan] a list must hold integers or booleans, got '[1, x]' (line 2)"},
+       "[plan] a list must hold numbers or booleans, got '[1, x]' (line 2)"},
       {2, "op 0 Scale native=maybe", "[plan] a flag must be true or false, got 'maybe' (line 2)"},
       {4, "first_backward 1.5", "[plan] an integer must stand here, got '1.5' (line 4)"},
       {4, "first_backward -1", "[plan] first_backward must not be negative (line 4)"},

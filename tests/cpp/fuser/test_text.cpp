@@ -61,6 +61,7 @@ TEST(Attribute, RoundTrips) {
       std::string("a \"quoted\" back\\slash, [x] (y) = z\nnext line \\n"),
       std::vector<int64_t>{},
       std::vector<int64_t>{-1, 64, 128},
+      std::vector<double>{1.0, -0.5},
       std::vector<bool>{true, false},
   };
   for (const Attribute& attribute : attributes) {
@@ -77,7 +78,7 @@ TEST(Attribute, FloatsDoNotReadAsIntegers) {
 }
 
 TEST(Attribute, NamesWhatIsWrong) {
-  for (const char* text : {"", "abc", "1x", "[1", "[1, ]", "[true, 1]", "[1.5]", "\"open"}) {
+  for (const char* text : {"", "abc", "1x", "[1", "[1, ]", "[true, 1]", "[1, 1.5]", "\"open"}) {
     EXPECT_EQ(error_of([&] { parse_attribute(text); }).substr(0, 6), "[plan]") << text;
   }
 }
