@@ -16,8 +16,12 @@ TensorSpecs forward_shape(const Checks& check, const Tensor& input, double p, bo
   return {like(input), save_mask ? bit_mask(input) : absent(at::kByte)};
 }
 
-void forward(const Tensor& input, double p, bool save_mask, Tensor& output, Tensor& mask) {
-  drop(input, p, output, save_mask ? &mask : nullptr);
+void forward_cpu(const Tensor& input, double p, bool save_mask, Tensor& output, Tensor& mask) {
+  drop_cpu(input, p, output, save_mask ? &mask : nullptr);
+}
+
+void forward_cuda(const Tensor& input, double p, bool save_mask, Tensor& output, Tensor& mask) {
+  drop_cuda(input, p, output, save_mask ? &mask : nullptr);
 }
 
 Tensor forward_decomposed(const Tensor& input, double p, bool) {
@@ -32,8 +36,12 @@ TensorSpecs backward_shape(const Checks& check, const Tensor& grad_output, const
   return {like(grad_output)};
 }
 
-void backward(const Tensor& grad_output, const Tensor& mask, double p, Tensor& grad_input) {
-  apply_mask(grad_output, mask, p, grad_input);
+void backward_cpu(const Tensor& grad_output, const Tensor& mask, double p, Tensor& grad_input) {
+  apply_mask_cpu(grad_output, mask, p, grad_input);
+}
+
+void backward_cuda(const Tensor& grad_output, const Tensor& mask, double p, Tensor& grad_input) {
+  apply_mask_cuda(grad_output, mask, p, grad_input);
 }
 
 // Recomputing applies the same mask as backward.
@@ -41,7 +49,7 @@ TypedOp make_recompute() {
   return recompute_by({.schema = "dropout(Tensor input, Tensor mask, float p) -> Tensor output",
                        .shape = backward_shape,
                        .overwrites = {"input"},
-                       .bodies = {backward, backward, dropout_decomposed}});
+                       .bodies = {backward_cpu, backward_cuda, dropout_decomposed}});
 }
 
 // If there is no mask, dropout was inactive, or no gradient passes.
@@ -64,13 +72,13 @@ Tensor replay(const ReplayCall& call) {
                           "(Tensor output, Tensor mask)",
                 .shape = forward_shape,
                 .overwrites = {"input"},
-                .bodies = {forward, forward, forward_decomposed},
+                .bodies = {forward_cpu, forward_cuda, forward_decomposed},
                 .random = true},
     .backward = {.schema = "dropout_backward(Tensor grad_output, Tensor mask, float p) -> "
                            "Tensor grad_input",
                  .shape = backward_shape,
                  .overwrites = {"grad_output"},
-                 .bodies = {backward, backward, dropout_decomposed}},
+                 .bodies = {backward_cpu, backward_cuda, dropout_decomposed}},
     .recompute = make_recompute(),
     .replay = replay,
 });

@@ -38,20 +38,30 @@ TensorSpecs forward_shape(const Checks& check, const Tensor& input, const Tensor
   return {output, hidden, has_mask ? bit_mask(input) : absent(at::kByte)};
 }
 
+// The kernels of a device.
+struct Device {
+  decltype(&packed_linear_backward_cpu) product_backward;
+  decltype(&drop_cpu) drop;
+  decltype(&apply_mask_cpu) apply_mask;
+};
+constexpr Device kCpu = {packed_linear_backward_cpu, drop_cpu, apply_mask_cpu};
+constexpr Device kCuda = {packed_linear_backward_cuda, drop_cuda, apply_mask_cuda};
+
 // What the adapters read, and the mask, which is filled if it has elements.
-Tensor dropped(const Tensor& x, double p, bool training, Tensor& mask) {
+Tensor dropped(const Device& device, const Tensor& x, double p, bool training, Tensor& mask) {
   if (!training || p == 0) return x;
   const Tensor kept = empty(x.sizes(), x.scalar_type(), x.device());
-  drop(contiguous(x), p, kept, mask.numel() > 0 ? &mask : nullptr);
+  device.drop(contiguous(x), p, kept, mask.numel() > 0 ? &mask : nullptr);
   return kept;
 }
 
-std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& output, const Tensor& input,
-                                           const Adapters& adapters, at::IntArrayRef columns,
-                                           double p, bool training, bool save_mask) {
+std::tuple<Tensor, Tensor, Tensor> forward(const Device& device, const Tensor& output,
+                                           const Tensor& input, const Adapters& adapters,
+                                           at::IntArrayRef columns, double p, bool training,
+                                           bool save_mask) {
   const bool has_mask = save_mask && training && p > 0;
   Tensor mask = empty({has_mask ? (input.numel() + 7) / 8 : 0}, at::kByte, input.device());
-  const Tensor x = dropped(as_matrix(input), p, training, mask);
+  const Tensor x = dropped(device, as_matrix(input), p, training, mask);
   const Tensor hidden = add_adapters(as_matrix(output), x, adapters, columns);
   return {output, with_last_size(hidden, input, hidden.size(1)), mask};
 }
@@ -61,7 +71,7 @@ std::tuple<Tensor, Tensor, Tensor> forward_cpu(const Tensor& input, const Tensor
                                                const Tensors& lora_b, Indices out_features,
                                                Indices adapted, Scales scaling, double p,
                                                bool training, bool save_mask) {
-  return forward(packed_linear_cpu(input, weight, bias, out_features), input,
+  return forward(kCpu, packed_linear_cpu(input, weight, bias, out_features), input,
                  {lora_a, lora_b, adapted, scaling}, out_features, p, training, save_mask);
 }
 
@@ -70,7 +80,7 @@ std::tuple<Tensor, Tensor, Tensor> forward_cuda(const Tensor& input, const Tenso
                                                 const Tensors& lora_b, Indices out_features,
                                                 Indices adapted, Scales scaling, double p,
                                                 bool training, bool save_mask) {
-  return forward(packed_linear_cuda(input, weight, bias, out_features), input,
+  return forward(kCuda, packed_linear_cuda(input, weight, bias, out_features), input,
                  {lora_a, lora_b, adapted, scaling}, out_features, p, training, save_mask);
 }
 
@@ -147,17 +157,16 @@ TensorSpecs backward_shape(const Checks& check, const Tensor& grad_output, const
   return specs;
 }
 
-AdapterBackward backward(decltype(&packed_linear_backward_cpu) product, const Call& call,
-                         const Tensor& grad_output, std::optional<Tensor> input,
-                         const Tensor* hidden, const Tensor* mask, const Tensors& weight,
-                         const Adapters& adapters, at::IntArrayRef columns, double p,
-                         AdapterMask wanted) {
+AdapterBackward backward(const Device& device, const Call& call, const Tensor& grad_output,
+                         std::optional<Tensor> input, const Tensor* hidden, const Tensor* mask,
+                         const Tensors& weight, const Adapters& adapters, at::IntArrayRef columns,
+                         double p, AdapterMask wanted) {
   const auto [wants_input, wants_weight, wants_bias, wants_a, wants_b] = wanted;
   Tensor x = wants_a ? as_matrix(*input) : Tensor();
   AdapterBackward found;
   auto& [grad_input, grad_weight, grad_bias, grad_a, grad_b] = found;
-  std::tie(grad_input, grad_weight, grad_bias) =
-      product(grad_output, std::move(input), weight, columns, of_product(wanted), call.main_grad());
+  std::tie(grad_input, grad_weight, grad_bias) = device.product_backward(
+      grad_output, std::move(input), weight, columns, of_product(wanted), call.main_grad());
   if (!wants_input && !wants_a && !wants_b) return found;
   const Tensor sum = wants_input ? as_matrix(grad_input) : Tensor();
   const bool drops = mask != nullptr && mask->numel() > 0;
@@ -165,14 +174,14 @@ AdapterBackward backward(decltype(&packed_linear_backward_cpu) product, const Ca
   Tensor of_x = sum;
   if (drops && wants_a) {
     const Tensor kept = empty(x.sizes(), x.scalar_type(), x.device());
-    apply_mask(contiguous(x), *mask, p, kept);
+    device.apply_mask(contiguous(x), *mask, p, kept);
     x = kept;
   }
   if (drops && wants_input) of_x = at::zeros(sum.sizes(), sum.options());
   std::tie(grad_a, grad_b) = adapters_backward(
       as_matrix(grad_output), x, wants_b ? as_matrix(*hidden) : Tensor(), adapters, columns, of_x);
   if (drops && wants_input) {
-    apply_mask(of_x, *mask, p, of_x);
+    device.apply_mask(of_x, *mask, p, of_x);
     sum.add_(of_x);
   }
   return found;
@@ -183,8 +192,8 @@ AdapterBackward backward_cpu(const Call& call, const Tensor& grad_output,
                              const Tensors& weight, const Tensors& lora_a, const Tensors& lora_b,
                              Indices out_features, Indices adapted, Scales scaling, double p,
                              AdapterMask wanted) {
-  return backward(packed_linear_backward_cpu, call, grad_output, std::move(input), hidden, mask,
-                  weight, {lora_a, lora_b, adapted, scaling}, out_features, p, wanted);
+  return backward(kCpu, call, grad_output, std::move(input), hidden, mask, weight,
+                  {lora_a, lora_b, adapted, scaling}, out_features, p, wanted);
 }
 
 AdapterBackward backward_cuda(const Call& call, const Tensor& grad_output,
@@ -192,8 +201,8 @@ AdapterBackward backward_cuda(const Call& call, const Tensor& grad_output,
                               const Tensors& weight, const Tensors& lora_a, const Tensors& lora_b,
                               Indices out_features, Indices adapted, Scales scaling, double p,
                               AdapterMask wanted) {
-  return backward(packed_linear_backward_cuda, call, grad_output, std::move(input), hidden, mask,
-                  weight, {lora_a, lora_b, adapted, scaling}, out_features, p, wanted);
+  return backward(kCuda, call, grad_output, std::move(input), hidden, mask, weight,
+                  {lora_a, lora_b, adapted, scaling}, out_features, p, wanted);
 }
 
 AdapterBackward backward_decomposed(const Tensor& grad_output, const Tensor* input,

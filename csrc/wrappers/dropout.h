@@ -13,10 +13,12 @@ namespace transformer_ops {
 // Raises if p is not a probability.
 void check_probability(const Checks& check, double p);
 
-// output = dropout(input), on the input's device. A null mask is not written.
-void drop(const Tensor& input, double p, const Tensor& output, const Tensor* mask);
+// output = dropout(input). A null mask is not written.
+void drop_cpu(const Tensor& input, double p, const Tensor& output, const Tensor* mask);
+void drop_cuda(const Tensor& input, double p, const Tensor& output, const Tensor* mask);
 // output = input / (1 - p) where the bit mask keeps it, else 0. They may be one tensor.
-void apply_mask(const Tensor& input, const Tensor& mask, double p, const Tensor& output);
+void apply_mask_cpu(const Tensor& input, const Tensor& mask, double p, const Tensor& output);
+void apply_mask_cuda(const Tensor& input, const Tensor& mask, double p, const Tensor& output);
 // The same in plain ATen: zero where dropped, even if the value is NaN or infinite.
 Tensor dropout_decomposed(const Tensor& tensor, const Tensor& mask, double p);
 
