@@ -49,7 +49,7 @@ _FORWARD = Pattern(
     return R
     """
 )
-# That of a base in 4 bits.
+# The same forward for a base in 4 bits.
 _FORWARD_IN_4_BITS = Pattern(
     """
     self._check_forward_args(H, *A, **K)
