@@ -232,7 +232,7 @@ class BorrowedLoRALinear(Borrowed, LoRALinear):
         own["_adapters"] = [one for _, one in adapters]
         own["adapted"] = tuple(i for i, _ in adapters)
         own["scaling"] = tuple(one.scaling for _, one in adapters)
-        self.__dict__["_forwards"] = [class_of(one).forward for one in self._owners()]
+        own["_forwards"] = [class_of(one).forward for one in self._owners()]
 
     def _owners(self) -> list[nn.Module]:
         own = self.__dict__

@@ -151,7 +151,7 @@ def test_options_of_adapters(options: dict[str, Any]) -> None:
             "the adapter default of peft.tuners.lora.layer.Linear is a DoraLinear",
         ),
         ({"lora_bias": True}, "has a bias"),
-        ({"target_modules": ["q_proj", "lm_head"]}, ""),
+        ({"target_modules": ["q_proj", "lm_head"]}, "layer.Linear is not a torch.nn.Linear"),
     ],
     ids=str,
 )
@@ -196,6 +196,14 @@ def test_dropout_of_adapters() -> None:
     assert fused_rules(report) == LAYERS and not report.skipped
     plain = adapted(lora_dropout=0.5)
     assert_same(plain.eval(), model.eval())
+    assert fused_rules(report) == LAYERS
+    # One dropout alone drops: the statements of its product run.
+    for one in (plain, model):
+        one.get_submodule("base_model.model.model.layers.0.self_attn.v_proj.lora_dropout").train()
+        torch.manual_seed(0)
+        losses.append(results(one)[0])
+    assert losses[-1] == pytest.approx(losses[-2], rel=5e-5)
+    assert "drop with different probabilities" in reasons(report)
 
 
 def test_training_saves_fewer_bytes_and_compiles() -> None:

@@ -12,81 +12,66 @@ from ..op.borrowed import class_of
 from ..views import Adapter, is_torch
 from .pattern import Pattern
 from .rules import FuseSkip
-from .whole import name_of, names_in
+from .whole import name_of, names_in, patterns
 
 __all__ = ["adapters_of", "add_adapter_facts", "base_of", "is_adapted"]
 
-_FORWARD = Pattern(
-    """
-    self._check_forward_args(H, *A, **K)
-    N = K.pop("adapter_names", None)
-    V = {k: K.pop(k, None) for k in VARIANT_KWARG_KEYS}
-    if self.disable_adapters:
-        if self.merged:
-            self.unmerge()
-        R = self.base_layer(H, *A, **K)
-    elif N is not None:
-        any_statements
-    elif self.merged:
-        R = self.base_layer(H, *A, **K)
-    else:
-        R = self.base_layer(H, *A, **K)
-        T = R.dtype
-        Q = self.lora_A.keys()
-        for P in self.active_adapters:
-            if P not in Q:
-                continue
-            L = self.lora_A[P]
-            B = self.lora_B[P]
-            D = self.lora_dropout[P]
-            S = self.scaling[P]
+_BEGIN = """
+self._check_forward_args(H, *A, **K)
+N = K.pop("adapter_names", None)
+V = {k: K.pop(k, None) for k in VARIANT_KWARG_KEYS}
+if self.disable_adapters:
+    if self.merged:
+        self.unmerge()
+    R = self.base_layer(H, *A, **K)
+elif N is not None:
+    any_statements
+elif self.merged:
+    R = self.base_layer(H, *A, **K)
+else:
+    R = self.base_layer(H, *A, **K)
+"""
+_PLAIN = """
+    T = R.dtype
+    Q = self.lora_A.keys()
+    for P in self.active_adapters:
+        if P not in Q:
+            continue
+        L = self.lora_A[P]
+        B = self.lora_B[P]
+        D = self.lora_dropout[P]
+        S = self.scaling[P]
+        H = self._cast_input_dtype(H, L.weight.dtype)
+        if P not in self.lora_variant:
+            R = R + B(L(D(H))) * S
+        else:
+            any_statements
+    R = R.to(T)
+return R
+"""
+_IN_4_BITS = """
+    R = R.clone()
+    for P in self.active_adapters:
+        if P not in self.lora_A.keys():
+            continue
+        L = self.lora_A[P]
+        B = self.lora_B[P]
+        D = self.lora_dropout[P]
+        S = self.scaling[P]
+        Q = not torch.is_autocast_enabled()
+        if Q:
+            T = R.dtype
             H = self._cast_input_dtype(H, L.weight.dtype)
-            if P not in self.lora_variant:
-                R = R + B(L(D(H))) * S
-            else:
-                any_statements
-        R = R.to(T)
-    return R
-    """
-)
-# The same forward for a base in 4 bits.
-_FORWARD_IN_4_BITS = Pattern(
-    """
-    self._check_forward_args(H, *A, **K)
-    N = K.pop("adapter_names", None)
-    V = {k: K.pop(k, None) for k in VARIANT_KWARG_KEYS}
-    if self.disable_adapters:
-        if self.merged:
-            self.unmerge()
-        R = self.base_layer(H, *A, **K)
-    elif N is not None:
-        any_statements
-    elif self.merged:
-        R = self.base_layer(H, *A, **K)
-    else:
-        R = self.base_layer(H, *A, **K)
-        R = R.clone()
-        for P in self.active_adapters:
-            if P not in self.lora_A.keys():
-                continue
-            L = self.lora_A[P]
-            B = self.lora_B[P]
-            D = self.lora_dropout[P]
-            S = self.scaling[P]
-            Q = not torch.is_autocast_enabled()
+        if P not in self.lora_variant:
+            O = B(L(D(H))) * S
             if Q:
-                T = R.dtype
-                H = self._cast_input_dtype(H, L.weight.dtype)
-            if P not in self.lora_variant:
-                O = B(L(D(H))) * S
-                if Q:
-                    O = O.to(T)
-                R = R + O
-            else:
-                any_statements
-    return R
-    """
-)
+                O = O.to(T)
+            R = R + O
+        else:
+            any_statements
+return R
+"""
+_FORWARDS = patterns(_BEGIN + _PLAIN, _BEGIN + _IN_4_BITS)
 # What `forward` asks for by properties -> their getters.
 _PROPERTIES = {
     "disable_adapters": Pattern("return self._disable_adapters"),
@@ -117,7 +102,7 @@ _CONTAINERS = ("merged_adapters", "_active_adapter", "scaling", "lora_variant")
 def is_adapted(module: nn.Module) -> bool:
     """Whether the forward of a module adds adapters of low rank to that of its base."""
     kind = class_of(module)
-    forms = (names_in(kind.forward, form) for form in (_FORWARD, _FORWARD_IN_4_BITS))
+    forms = (names_in(kind.forward, form) for form in _FORWARDS)
     return any(found is not None for found in forms) and _is_known(kind)
 
 
@@ -169,9 +154,13 @@ def _active(module: Any) -> Iterator[Adapter]:
         yield Adapter(a, b, dropout, float(scaling))
 
 
-def add_adapter_facts(guards: _C.Guards, module: nn.Module, name: str) -> None:
+def add_adapter_facts(guards: _C.Guards, module: Any, name: str) -> None:
     """Guards on what decides which adapters a layer adds, and how."""
     kind, own = type(module), vars(module)
+    for dropout in module.lora_dropout.values():
+        # Adapters of one op drop the same elements, so all of them drop or none.
+        if is_torch(dropout, nn.Dropout):
+            guards.add_value(vars(dropout), "training", f"a dropout of {name} has another mode")
     for method in (*_PROPERTIES, "_cast_input_dtype", "_check_forward_args"):
         guards.add_class_attribute(kind, method, f"the class of {name} has another {method}")
     for attribute in _ATTRIBUTES:
