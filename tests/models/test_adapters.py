@@ -162,6 +162,23 @@ def test_what_runs_as_statements(options: dict[str, Any], reason: str) -> None:
     assert reason in reasons(report)
 
 
+def test_a_call_that_names_an_adapter_for_each_row() -> None:
+    plain, model = adapted(), adapted()
+    report = tops.fuse(model)
+    named = {"input_ids": batch()["input_ids"], "adapter_names": ["default", "second"]}
+    for one in (plain, model):
+        torch.manual_seed(3)
+        config = peft.LoraConfig(r=3, target_modules=["q_proj"], init_lora_weights=False)
+        one.add_adapter("second", config)
+        one.eval()
+    with torch.no_grad():
+        found, want = (one(**named).logits for one in (model, plain))
+        other = model(input_ids=named["input_ids"]).logits
+    torch.testing.assert_close(found, want)
+    assert not torch.allclose(found[1], other[1])
+    assert fused_rules(report) == LAYERS
+
+
 def test_float32_adapters_on_bfloat16_weights() -> None:
     """The gradients of adapters have their dtype, and are as near to float64's as the model's."""
     errors = [0.0, 0.0]
