@@ -225,10 +225,11 @@ class BorrowedLoRALinear(Borrowed, LoRALinear):
     accumulate_into_main_grad = False
 
     def __init__(self, *parts: Adapted) -> None:
-        super().__init__(parts[0].module)
+        adapters = [(i, one) for i, part in enumerate(parts) for one in part.adapters]
+        # Groups ask it whether it is training.
+        super().__init__(adapters[0][1].dropout)
         own = self.__dict__
         own["_parts"] = parts
-        adapters = [(i, one) for i, part in enumerate(parts) for one in part.adapters]
         own["_adapters"] = [one for _, one in adapters]
         own["adapted"] = tuple(i for i, _ in adapters)
         own["scaling"] = tuple(one.scaling for _, one in adapters)
@@ -277,17 +278,8 @@ class BorrowedLoRALinear(Borrowed, LoRALinear):
         return super().__getattr__(name)
 
     @property
-    def training(self) -> bool:
-        """Whether a dropout of its adapters drops."""
-        return any(one.dropout.training for one in self.__dict__["_adapters"])
-
-    @training.setter
-    def training(self, value: bool) -> None:
-        pass
-
-    @property
     def p(self) -> float:  # type: ignore[override]
-        return float(getattr(self.__dict__["_adapters"][0].dropout, "p", 0.0))
+        return float(getattr(self._parameter_owner, "p", 0.0))
 
     @property
     def in_features(self) -> int:  # type: ignore[override]

@@ -223,6 +223,34 @@ def test_dropout_of_adapters() -> None:
     assert "drop with different probabilities" in reasons(report)
 
 
+def dropouts_are_off(layer: Any) -> None:
+    layer.lora_dropout.eval()
+
+
+def a_dropout_that_is_off(layer: Any) -> None:
+    layer.lora_dropout["default"] = torch.nn.Dropout(0.5).eval()
+
+
+def another_cast(layer: Any) -> None:
+    layer.lora_dropout.eval()
+    layer._cast_input_dtype = lambda x, dtype: 2 * x
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("edit", [dropouts_are_off, a_dropout_that_is_off, another_cast])
+def test_edits_of_layers(edit: Callable[[Any], None], when: str) -> None:
+    plain, model = adapted(lora_dropout=0.5), adapted(lora_dropout=0.5)
+    if when == "after":
+        tops.fuse(model)
+        results(model)
+    for one in (plain, model):
+        for module in one.modules():
+            if hasattr(module, "lora_dropout"):
+                edit(module)
+    tops.fuse(model)
+    assert_same(plain, model)
+
+
 def test_training_saves_fewer_bytes_and_compiles() -> None:
     plain, model = adapted(), adapted()
     report = tops.fuse(model)

@@ -95,7 +95,9 @@ _CAST = Pattern(
     return H.to(dtype=D)
     """
 )
-_ATTRIBUTES = ("_disable_adapters", "cast_input_dtype_enabled")
+_METHODS = ("_cast_input_dtype", "_check_forward_args")
+# An instance may have methods of its own.
+_ATTRIBUTES = (*_METHODS, "_disable_adapters", "cast_input_dtype_enabled")
 _CONTAINERS = ("merged_adapters", "_active_adapter", "scaling", "lora_variant")
 
 
@@ -103,7 +105,8 @@ def is_adapted(module: nn.Module) -> bool:
     """Whether the forward of a module adds adapters of low rank to that of its base."""
     kind = class_of(module)
     forms = (names_in(kind.forward, form) for form in _FORWARDS)
-    return any(found is not None for found in forms) and _is_known(kind)
+    is_of_class = vars(module).keys().isdisjoint(_METHODS)
+    return is_of_class and any(found is not None for found in forms) and _is_known(kind)
 
 
 def _is_known(kind: Any) -> bool:
@@ -161,7 +164,7 @@ def add_adapter_facts(guards: _C.Guards, module: Any, name: str) -> None:
         # Adapters of one op drop the same elements, so all of them drop or none.
         if is_torch(dropout, nn.Dropout):
             guards.add_value(vars(dropout), "training", f"a dropout of {name} has another mode")
-    for method in (*_PROPERTIES, "_cast_input_dtype", "_check_forward_args"):
+    for method in (*_PROPERTIES, *_METHODS):
         guards.add_class_attribute(kind, method, f"the class of {name} has another {method}")
     for attribute in _ATTRIBUTES:
         guards.add_value(own, attribute, f"{attribute} of {name} has changed")
