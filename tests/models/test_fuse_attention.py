@@ -136,6 +136,21 @@ def test_calls_of_other_decoders(model: str, name: str) -> None:
     check_calls(model, name, "before")
 
 
+@pytest.mark.parametrize("name", ["q_norm", "k_norm"])
+def test_norms_whose_weights_are_no_parameters(name: str) -> None:
+    plain = make("Qwen3")
+    for attention in attentions(plain):
+        norm = getattr(attention, name)
+        weight = norm.weight.detach() * 2
+        del norm.weight
+        norm.register_buffer("weight", weight)
+    model = copy.deepcopy(plain)
+    report = tops.fuse(model)
+    found, want = (one(input_ids=TOKENS).logits for one in (model, plain))
+    torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-5)
+    assert "its weight is not among its parameters" in str(report)
+
+
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_rows_that_read_nothing(implementation: str) -> None:
     """A plain softmax makes them NaN, and torch's attention zeros."""

@@ -355,6 +355,14 @@ def parallel(model: Any) -> None:
         layer.mlp.experts._is_expert_parallel = True
 
 
+def weight_in_a_buffer(model: Any) -> None:
+    for layer in model.model.layers:
+        experts = layer.mlp.experts
+        weight = experts.down_proj.detach()
+        del experts.down_proj
+        experts.register_buffer("down_proj", weight)
+
+
 # what changes -> the reason in the report
 CHANGES: dict[Callable[[Any], None], str] = {
     register: "the function of grouped_mm is another one",
@@ -362,6 +370,7 @@ CHANGES: dict[Callable[[Any], None], str] = {
     hook: "MixtralExperts: it has hooks",
     other_gate: "the forward of MixtralExperts is not known",
     other_activation: "the forward of Tanh is not known",
+    weight_in_a_buffer: "its down_proj is not among its parameters",
     weight_of_another_class: "MixtralExperts: its down_proj is a Doubled",
     parallel: "_is_expert_parallel is set",
 }

@@ -367,9 +367,9 @@ class Region:
         for basic in _borrowed(ops):
             if module in basic._owners():
                 basic.__dict__["_is_called"] = False
-                obstacle = basic._obstacle()
-                if obstacle is not None:
-                    raise FuseSkip(obstacle)
+            obstacle = basic._obstacle()
+            if obstacle is not None:
+                raise FuseSkip(obstacle)
         return ops
 
     @staticmethod
