@@ -170,6 +170,24 @@ def test_paths_that_timm_drops() -> None:
     assert p == 0.5 and 16 <= is_kept.sum() <= 48
 
 
+def test_the_dropout_of_attention_in_another_mode() -> None:
+    """Only the statements of timm without torch's attention call it."""
+    model, _ = vision("vit_small_patch16_224", attn_drop_rate=0.5)
+    block: Any = model.blocks[0]
+    block.attn.fused_attn = False
+    tops.fuse(block)
+    x = torch.randn(2, 4, 32)
+    want = block.eval()(x)
+    block.attn.attn_drop.train()
+    assert not torch.allclose(block(x), want)
+    block.train().attn.attn_drop.eval()
+    torch.testing.assert_close(block(x), want, rtol=1e-4, atol=1e-5)
+    block.attn.attn_drop = nn.Tanh()
+    found = block(x)
+    with tops.unfused(block):
+        torch.testing.assert_close(found, block(x), rtol=1e-4, atol=1e-5)
+
+
 def test_layer_scale_in_place_is_left_alone() -> None:
     model, pixels = vision("deit3_small_patch16_224")
     for block in model.blocks:
