@@ -132,8 +132,6 @@ def is_replaced(owner: Any, name: str, function: Any) -> bool:
     """Whether an attribute of a module of torch was a function, and is another one now."""
     if not isinstance(owner, types.ModuleType) or not callable(function):
         return False
-    if owner.__name__.startswith("torch.ops."):  # ops of any library
-        return False
     if not is_of_torch(owner.__name__) or isinstance(function, type | types.ModuleType):
         return False
     if owner.__name__.startswith("torch.ops."):  # where other libraries have their ops
