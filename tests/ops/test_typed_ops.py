@@ -156,6 +156,26 @@ def test_gradcheck(name):
         assert torch.autograd.gradcheck(function, tensors, atol=1e-4, fast_mode=fast)
 
 
+@pytest.mark.parametrize("name", [n for n in NAMES if n not in {*WITHOUT_GRADIENT, *RECOMPUTED}])
+def test_batches_of_gradients(name):
+    for sample in samples(name):
+        sample = with_grad(name, saving(name, sample))
+        inputs, results = (
+            [tensor for tensor in tensors_in(values) if tensor.requires_grad]
+            for values in (sample, op(name)(*sample))
+        )
+        batches = [torch.randn(2, *result.shape, dtype=result.dtype) for result in results]
+
+        def found(grads, is_batched, inputs=inputs, results=results):
+            options = {"retain_graph": True, "allow_unused": True, "is_grads_batched": is_batched}
+            return tensors_in(torch.autograd.grad(results, inputs, grads, **options))
+
+        if inputs and results:
+            one_by_one = zip(*(found(grads, False) for grads in zip(*batches)), strict=True)
+            want = tuple(map(torch.stack, one_by_one))
+            torch.testing.assert_close(found(batches, True), want)
+
+
 def consistent(name):
     """Whether the op is a function of its tensors alone, each of them free to vary."""
     names = {a.name for a in op(name)._schema.arguments}
