@@ -281,6 +281,34 @@ def test_a_forward_that_is_wrapped_by_itself_and_by_its_base() -> None:
     assert "MakeExtraOutput" in str(layer.fused.explain())
 
 
+def test_a_forward_around_a_fused_method(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A base that wraps the forward of each subclass does not wrap it for ours."""
+
+    class Base(nn.Module):
+        def __init_subclass__(cls) -> None:
+            cls.forward = twice(cls.forward)  # type: ignore[method-assign]
+
+    class Layer(Base):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.act, self.down = nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4)
+
+        def ff_chunk(self, x: Tensor) -> Tensor:
+            x = self.up(x)
+            x = self.act(x)
+            return self.down(x)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.ff_chunk(x).sort().values
+
+    layer, x = Layer(), torch.randn(2, 4)
+    want = layer(x)
+    assert "feed-forward in chunks" in str(tops.fuse(layer))
+    torch.testing.assert_close(layer(x), want)
+    monkeypatch.setattr(Layer, "forward", lambda self, x: x + 1)
+    assert torch.equal(layer(x), x + 1)
+
+
 def test_a_forward_that_is_wrapped_and_then_patched() -> None:
     kind: Any = wrapped((twice,))
     layer, x = kind(), torch.randn(2, 16)

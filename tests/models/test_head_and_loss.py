@@ -160,6 +160,17 @@ def test_whatever_is_done_with_logits(family: str, use: Callable[[Any], Tensor])
     assert_same_gradients(plain, fused)
 
 
+def test_a_loss_around_that_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, fused = pair()
+    cross_entropy = F.cross_entropy
+    monkeypatch.setattr(F, "cross_entropy", lambda *args, **kw: 2 * cross_entropy(*args, **kw))
+    want, got = plain(**batch()).loss, fused(**batch()).loss
+    torch.testing.assert_close(got, want)
+    want.backward()
+    got.backward()
+    assert_same_gradients(plain, fused)
+
+
 def test_a_loss_function_of_the_user() -> None:
     plain, fused = pair()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,11 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.overrides import enable_reentrant_dispatch
+from torch.overrides import enable_reentrant_dispatch, handle_torch_function
 from torch.utils._pytree import tree_map_only
 
 from .head_product import HeadProduct, frames
 from .promise import Promise, Step, promise_of
+from .reads import is_of_torch
 
 __all__ = ["DeferredHead", "DeferredLogits"]
 
@@ -170,6 +172,18 @@ def _all_computed(values: Any) -> Any:
     return tree_map_only(DeferredGradient, lambda grad: grad.computed(), values)
 
 
+def _called(func: Any) -> Any:
+    """The function that was called with deferred logits. Torch names what its module has now, where
+    somebody may have put a function that calls the one of torch."""
+    if not isinstance(func, types.FunctionType) or is_of_torch(func.__globals__["__name__"]):
+        return func
+    code = handle_torch_function.__code__
+    caller = next((frame.f_back for frame in frames() if frame.f_code is code), None)
+    if caller is None or caller.f_code is func.__code__:
+        return func
+    return types.FunctionType(caller.f_code, caller.f_globals)
+
+
 # ---- the tensors
 
 
@@ -179,7 +193,7 @@ class _Deferred(torch.Tensor):
         if func in _OF_METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        return func(*_all_computed(args), **_all_computed(kwargs or {}))
+        return _called(func)(*_all_computed(args), **_all_computed(kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -258,7 +272,7 @@ class DeferredLogits(_Deferred):
                     found = deferred(*args, **kwargs)
                 if found is not None:
                     return found
-        found = func(*_all_computed(args), **_all_computed(kwargs))
+        found = _called(func)(*_all_computed(args), **_all_computed(kwargs))
         return first if found is promise.dense else found
 
 

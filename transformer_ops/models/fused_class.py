@@ -263,7 +263,7 @@ def _with_wrappers(
     base: type[nn.Module], names: dict[str, Any], methods: Sequence[str]
 ) -> type[nn.Module]:
     """A fused class of these attributes, with what is wrapped around the methods of its base."""
-    found: type[nn.Module] = type(base.__name__, (FusedModule, base), names)
+    found = _subclass(base, names)
     wrapped = {}
     for name in methods:
         # What a base class wraps around the methods of its subclasses is there again. A class
@@ -281,7 +281,17 @@ def _with_wrappers(
         wrapped[name] = _unless_patched(_wrapped_as(inside, names[name], name), name)
     if not wrapped:
         return found
-    return type(base.__name__, (FusedModule, base), {**names, **wrapped})
+    return _subclass(base, {**names, **wrapped})
+
+
+def _subclass(base: type[nn.Module], names: dict[str, Any]) -> type[nn.Module]:
+    """The class with these attributes and no others: a method that its base has wrapped for it
+    would be the one of today."""
+    found: type[nn.Module] = type(base.__name__, (FusedModule, base), names)
+    for name, value in list(vars(found).items()):
+        if name not in names and isinstance(value, types.FunctionType):
+            delattr(found, name)
+    return found
 
 
 def _wrapped_as(original: Any, inner: Any, method: str) -> Any:
