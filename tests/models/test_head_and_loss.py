@@ -136,6 +136,12 @@ USES: dict[str, Callable[[Any], Tensor]] = {
     ),
     "an autograd function": lambda out: Double.apply(out.logits).mean(),
     "in place": lambda out: out.logits.mul_(2).mean(),
+    "memory formats": lambda out: (
+        out.logits.contiguous(memory_format=torch.contiguous_format)
+        * out.logits.clone(memory_format=torch.preserve_format)
+        * out.logits.float(memory_format=torch.preserve_format)
+        * torch.tanh(input=out.logits)
+    ).mean(),
 }
 
 

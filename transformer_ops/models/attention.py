@@ -246,7 +246,7 @@ class TimmAttention(AttentionCall):
             raise FuseSkip("it has a gate")
         if module.fused_attn and not math.isclose(module.scale, module.head_dim**-0.5):
             raise FuseSkip("torch's attention does not get its scale")
-        dropout = self._dropout(module)
+        dropout = getattr(module, self.names["dropout_module"])
         if not module.fused_attn and not is_torch(dropout, nn.Dropout):
             raise FuseSkip(f"{name_of(dropout)} is not a torch.nn.Dropout")
         attention = BorrowedAttention(module, self)
@@ -293,7 +293,8 @@ class TimmAttention(AttentionCall):
         mask, is_causal = given.get("attn_mask"), given.get("is_causal", False)
         if gives_weights or (mask is not None and is_causal):
             return None
-        if not module.fused_attn and self._dropout(module).training != module.training:
+        dropout = getattr(module, self.names["dropout_module"])
+        if not module.fused_attn and dropout.training != module.training:
             return None
         tables: tuple[Tensor, ...] = ()
         rope = given.get("rope")
@@ -310,10 +311,6 @@ class TimmAttention(AttentionCall):
 
     def has_plain_softmax(self, module: Any) -> bool:
         return not module.fused_attn
-
-    def _dropout(self, module: Any) -> nn.Module:
-        found: nn.Module = getattr(module, self.names["dropout_module"])
-        return found
 
 
 def _tables_of_timm(rope: Tensor, prefix: int) -> tuple[Tensor, Tensor]:

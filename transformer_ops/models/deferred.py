@@ -332,12 +332,9 @@ def _to(logits: DeferredLogits, *args: Any, **kwargs: Any) -> DeferredLogits | N
     return logits._next(Step("to", dtype), tuple(logits.shape), dtype)
 
 
-def _float(logits: DeferredLogits) -> DeferredLogits | None:
-    return _to(logits, torch.float32)
-
-
-def _contiguous(logits: DeferredLogits) -> DeferredLogits:
-    return logits
+def _alone(make: Callable[[Any], Any]) -> Callable[..., Any]:
+    """For calls with the logits alone: others compute them."""
+    return lambda *args, **kwargs: None if kwargs or len(args) > 1 else make(*args)
 
 
 def _view(logits: DeferredLogits, *args: Any, **kwargs: Any) -> DeferredLogits | None:
@@ -410,8 +407,8 @@ def _cross_entropy(
 
 _DEFERRED: dict[Any, Callable[..., Any]] = {
     Tensor.to: _to,
-    Tensor.float: _float,
-    Tensor.contiguous: _contiguous,
+    Tensor.float: _alone(lambda logits: _to(logits, torch.float32)),
+    Tensor.contiguous: _alone(lambda logits: logits),
     Tensor.view: _view,
     Tensor.reshape: _view,
     Tensor.div: _scaled("div"),
@@ -419,9 +416,9 @@ _DEFERRED: dict[Any, Callable[..., Any]] = {
     Tensor.mul: _scaled("mul"),
     Tensor.__mul__: _scaled("mul"),
     Tensor.__rmul__: _scaled("mul"),
-    Tensor.tanh: _tanh,
-    torch.tanh: _tanh,
-    Tensor.clone: _clone,
+    Tensor.tanh: _alone(_tanh),
+    torch.tanh: _alone(_tanh),
+    Tensor.clone: _alone(_clone),
     F.cross_entropy: _cross_entropy,
 }
 

@@ -279,9 +279,7 @@ def _with_wrappers(
         while hasattr(inside, "__wrapped__") and wrappers_of(inside)[0] in own:
             inside = inside.__wrapped__
         wrapped[name] = _unless_patched(_wrapped_as(inside, names[name], name), name)
-    if not wrapped:
-        return found
-    return _subclass(base, {**names, **wrapped})
+    return _subclass(base, {**names, **wrapped}) if wrapped else found
 
 
 def _subclass(base: type[nn.Module], names: dict[str, Any]) -> type[nn.Module]:

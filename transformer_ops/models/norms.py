@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -243,19 +244,9 @@ def _rms_with_offset(module: Any, names: Names) -> FusibleOperation | None:
     return BorrowedRMSNorm(module, names["eps"], zero_centered_gamma=has_offset)
 
 
-def _rms_if_not_fast(module: Any, names: Names) -> FusibleOperation:
-    _check_not_fast(module, names)
-    return _rms(module, names)
-
-
 def _layer(module: Any, names: Names) -> FusibleOperation:
     check_number(module, "eps")
     return BorrowedLayerNorm(module)
-
-
-def _layer_if_not_fast(module: Any, names: Names) -> FusibleOperation:
-    _check_not_fast(module, names)
-    return _layer(module, names)
 
 
 def _layer_without_bias(module: Any, names: Names) -> FusibleOperation:
@@ -264,9 +255,10 @@ def _layer_without_bias(module: Any, names: Names) -> FusibleOperation:
     return _LayerNormWithoutBias(module, names["eps"])
 
 
-def _check_not_fast(module: Any, names: Names) -> None:
+def _if_not_fast(make: Callable[[Any, Names], FusibleOperation], module: Any, names: Names) -> Any:
     if getattr(module, names["is_fast"]):
         raise FuseSkip(f"{class_of(module).__name__} calls a faster function of another library")
+    return make(module, names)
 
 
 def _of_channels(module: Any, names: Names) -> FusibleOperation:
@@ -283,9 +275,9 @@ _NORMS: tuple[tuple[tuple[Pattern, ...], Callable[[Any, Names], FusibleOperation
     (patterns(_RMS_NORM, _RMS_NORM_IN_FLOAT32), _rms),
     (patterns(_CENTERED), _rms_centered),
     (patterns(_WITH_OFFSET), _rms_with_offset),
-    (patterns(_FAST_RMS_NORM), _rms_if_not_fast),
+    (patterns(_FAST_RMS_NORM), functools.partial(_if_not_fast, _rms)),
     (patterns(_LAYER_NORM_IN_FLOAT32), _layer),
-    (patterns(_FAST_LAYER_NORM), _layer_if_not_fast),
+    (patterns(_FAST_LAYER_NORM), functools.partial(_if_not_fast, _layer)),
     (patterns(_LAYER_NORM_WRITTEN_OUT), _layer_without_bias),
     (
         patterns(_PLAIN_IN_FLOAT32),
