@@ -69,5 +69,6 @@ def set_limit(limit: int) -> None:
 
 
 def trim() -> int:
-    """Returns all idle memory to the system; the result is its size in bytes."""
+    """Returns all idle memory to the system; the result is its size in bytes. Memory that the C
+    library's allocator has free is returned, too, and does not count."""
     return int(_C.memory_trim())

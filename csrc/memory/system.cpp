@@ -1,6 +1,9 @@
 #include "memory/system.h"
 
 #include <sys/mman.h>
+#if __has_include(<malloc.h>)
+#include <malloc.h>
+#endif
 
 #include <algorithm>
 #include <cstdint>
@@ -115,6 +118,12 @@ void narrow(const std::string& mount, std::string group, const Names& names, Sys
 }
 
 }  // namespace
+
+void trim_heap() {
+#ifdef __GLIBC__
+  malloc_trim(0);
+#endif
+}
 
 const System& operating_system() {
   static constexpr System system = {map, unmap, move, available};

@@ -28,6 +28,10 @@ struct System {
 
 const System& operating_system();
 
+// Returns what the C library's allocator has free, also between blocks in use. torch's tensors on
+// the CPU are such blocks.
+void trim_heap();
+
 struct SystemMemory {
   size_t total;
   size_t available;

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .. import _C
 from ..op.base import FusibleOperation
 from ..progress import progress
 from ..sharding import storages
@@ -150,6 +151,8 @@ def quantize_(
                 place.module.register_parameter(place.name, weight)
             rows.append(row)
             after += _bytes_of(weight)
+            del weight
+            _C.memory_trim()  # otherwise the old weight's memory is kept for others of its size
             advance()
     return QuantizedWeights(tuple(rows), before, after, left)
 

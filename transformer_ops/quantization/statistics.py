@@ -246,18 +246,23 @@ class Errors(NamedTuple):
 def errors_of(tensor: Tensor, codes: Tensor, scale: Tensor, format: str) -> Errors:
     """Compares a tensor with its codes and scales in a format."""
     dtype = "float64" if tensor.dtype is torch.float64 else "float32"
+    signal = noise = 0.0
+    nonzero = lost = clipped = 0
+    # In parts, because temporary numbers of double precision take more memory than the tensor.
     back = _dequantize(codes, scale, format, dtype, tensor.shape)
-    noise = _power(tensor.to(back.dtype) - back)
-    lost = int(((back == 0) & (tensor != 0)).sum())
-    del back
+    for exact, rounded in _parts(tensor, back):
+        signal += float(exact.double().square().sum())
+        noise += float((exact.to(rounded.dtype) - rounded).double().square().sum())
+        nonzero += int(exact.count_nonzero())
+        lost += int(((rounded == 0) & (exact != 0)).sum())
+    del back, rounded
     most = torch.empty_like(codes)
     most.view(torch.uint8).fill_(_LARGEST_CODE[codes.dtype])
     largest = _dequantize(most, scale, format, dtype, tensor.shape)
-    clipped = int((tensor.abs() > largest).sum())
-    return Errors(_power(tensor), noise, int(tensor.count_nonzero()), lost, clipped)
+    for exact, bound in _parts(tensor, largest):
+        clipped += int((exact.abs() > bound).sum())
+    return Errors(signal, noise, nonzero, lost, clipped)
 
 
-def _power(tensor: Tensor) -> float:
-    # In parts, because numbers of double precision take more memory than the tensor.
-    parts = tensor.reshape(-1).split(1 << 20)
-    return sum(float(part.double().square().sum()) for part in parts)
+def _parts(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    return zip(*(tensor.reshape(-1).split(1 << 20) for tensor in tensors), strict=True)
