@@ -26,12 +26,18 @@ void multiply(const Tensor& out, const Tensor& left, const Tensor& right, bool a
   adds ? at::addmm_out(sum, sum, left, right) : at::mm_out(sum, left, right);
 }
 
+// Unlike to(), it takes memory that the next call reuses.
+Tensor as_dtype(const Tensor& x, at::ScalarType dtype) {
+  if (x.scalar_type() == dtype) return x;
+  const Tensor found = empty(x.sizes(), dtype, x.device());
+  return found.copy_(x);
+}
+
 // The same where `out` has another dtype; the sum rounds once.
 void add_product(const Tensor& out, const Tensor& left, const Tensor& right) {
-  if (out.scalar_type() == left.scalar_type()) return multiply(out, left, right, /*adds=*/true);
-  const Tensor found = empty({left.size(0), right.size(1)}, left.scalar_type(), left.device());
-  multiply(found, left, right, /*adds=*/false);
-  out.add_(found);
+  const Tensor sum = as_dtype(out, left.scalar_type());
+  multiply(sum, left, right, /*adds=*/true);
+  if (!sum.is_same(out)) out.copy_(sum);
 }
 
 // All matrices A as one.
@@ -125,7 +131,7 @@ Tensor add_adapters(const Tensor& output, const Tensor& x, const Adapters& adapt
   const Tensor hidden = empty({x.size(0), adapters.rank()}, dtype, x.device());
   for_each_band(x.size(0), x.scalar_type() != dtype, [&](int64_t first, int64_t count) {
     const Tensor part = rows_of(hidden, first, count);
-    multiply(part, rows_of(x, first, count).to(dtype), a, /*adds=*/false);
+    multiply(part, as_dtype(rows_of(x, first, count), dtype), a, /*adds=*/false);
     scale_columns(part, adapters, columns);
     add_part(rows_of(output, first, count), part, adapters, columns);
   });
@@ -158,7 +164,7 @@ std::tuple<Tensors, Tensors> adapters_backward(const Tensor& grad, const Tensor&
     const Tensor rows = rows_of(grad, first, count);
     const Tensor of_hidden = empty({count, rank}, dtype, device);
     for_each(adapters, columns, [&](const Place& at) {
-      const Tensor part = columns_of(rows, at.column, at.columns).to(dtype);
+      const Tensor part = as_dtype(columns_of(rows, at.column, at.columns), dtype);
       if (wants_a || wants_x) {
         multiply(columns_of(of_hidden, at.first, at.rank), part, adapters.b[at.i], /*adds=*/false);
       }
@@ -168,7 +174,7 @@ std::tuple<Tensors, Tensors> adapters_backward(const Tensor& grad, const Tensor&
     });
     scale_columns(of_hidden, adapters, columns);
     if (wants_a) {
-      multiply(grad_a, transposed(of_hidden), rows_of(x, first, count).to(dtype), adds);
+      multiply(grad_a, transposed(of_hidden), as_dtype(rows_of(x, first, count), dtype), adds);
     }
     if (wants_x) add_product(rows_of(grad_x, first, count), of_hidden, a);
   });
