@@ -145,7 +145,7 @@ py::list list_counted_ops() {
 
 // The rows of kernels/format.h, for transformer_ops/quantization/number_format.py.
 py::list list_formats() {
-  constexpr const char* kElements[] = {"e4m3", "e5m2", "e2m1", "int8"};
+  constexpr const char* kElements[] = {"e4m3", "e5m2", "e2m1", "nf4", "int8"};
   constexpr const char* kScales[] = {"float32", "power of two", "e8m0", "e4m3"};
   constexpr const char* kErrors[] = {"", "MAE", "MSE"};
   py::list rows;

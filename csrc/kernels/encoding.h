@@ -48,25 +48,37 @@ struct E4M3 {
   static constexpr int kMantissa = 3, kLeast = -6;
   static constexpr uint32_t kSign = 0x80, kNanCode = 0x7f, kFirstNan = 0x7f, kInfinities = 0;
   static constexpr float kLargest = 448.0f;
-  static constexpr bool kInteger = false;
+  static constexpr int kBits = 8;
+  static constexpr bool kFloat = true, kInteger = false;
 };
 struct E5M2 {
   static constexpr int kMantissa = 2, kLeast = -14;
   static constexpr uint32_t kSign = 0x80, kNanCode = 0x7f, kFirstNan = 0x7d, kInfinities = 1;
   static constexpr float kLargest = 57344.0f;
-  static constexpr bool kInteger = false;
+  static constexpr int kBits = 8;
+  static constexpr bool kFloat = true, kInteger = false;
 };
 // It has no NaN; the scale of the block is NaN instead.
 struct E2M1 {
   static constexpr int kMantissa = 1, kLeast = 0;
   static constexpr uint32_t kSign = 0x8, kNanCode = 0x7, kFirstNan = 0x8, kInfinities = 0;
   static constexpr float kLargest = 6.0f;
-  static constexpr bool kInteger = false;
+  static constexpr int kBits = 4;
+  static constexpr bool kFloat = true, kInteger = false, kHighFirst = false;
+};
+// Normal float: quantiles of a normal distribution (Dettmers et al. 2023, appendix E). Codes are
+// indices of its numbers, in ascending order. It has no NaN. A byte has the first code in its high
+// bits, as in bitsandbytes.
+struct NF4 {
+  static constexpr float kLargest = 1.0f;
+  static constexpr int kBits = 4;
+  static constexpr bool kFloat = false, kInteger = false, kHighFirst = true;
 };
 // From -127 to 127. It has no NaN either.
 struct Int8 {
   static constexpr float kLargest = 127.0f;
-  static constexpr bool kInteger = true;
+  static constexpr int kBits = 8;
+  static constexpr bool kFloat = false, kInteger = true;
 };
 
 template <Element element>
@@ -82,6 +94,10 @@ struct NumberOf<Element::E5M2> {
 template <>
 struct NumberOf<Element::E2M1> {
   using type = E2M1;
+};
+template <>
+struct NumberOf<Element::NF4> {
+  using type = NF4;
 };
 template <>
 struct NumberOf<Element::Int8> {
@@ -103,6 +119,38 @@ TRANSFORMER_OPS_MATH uint32_t encode_integer(float scaled) {
   const float within = above > Int8::kLargest ? Int8::kLargest : above;
   return bits_of(within + 0x1.8p23f) & 0xff;
 }
+
+TRANSFORMER_OPS_MATH constexpr float nf4_number(uint32_t code) {
+  constexpr float kNumbers[16] = {
+      -1.0f,
+      -0.6961928009986877f,
+      -0.5250730514526367f,
+      -0.39491748809814453f,
+      -0.28444138169288635f,
+      -0.18477343022823334f,
+      -0.09105003625154495f,
+      0.0f,
+      0.07958029955625534f,
+      0.16093020141124725f,
+      0.24611230194568634f,
+      0.33791524171829224f,
+      0.44070982933044434f,
+      0.5626170039176941f,
+      0.7229568362236023f,
+      1.0f,
+  };
+  return kNumbers[code & 15];
+}
+// The middle between a number and the next one. Numbers above it have the next code.
+TRANSFORMER_OPS_MATH constexpr float nf4_tie(uint32_t code) {
+  return (nf4_number(code) + nf4_number(code + 1)) / 2;
+}
+TRANSFORMER_OPS_MATH uint32_t encode_nf4(float scaled) {
+  uint32_t code = 0;
+  for (uint32_t i = 0; i < 15; ++i) code += scaled > nf4_tie(i) ? 1u : 0u;
+  return code;
+}
+
 // The code without its sign.
 template <class E>
 TRANSFORMER_OPS_MATH uint32_t encode_magnitude(float scaled) {
@@ -120,6 +168,8 @@ template <class E>
 TRANSFORMER_OPS_MATH uint32_t encode(float x, float scale) {
   if constexpr (E::kInteger) {
     return encode_integer(product(x, scale));
+  } else if constexpr (!E::kFloat) {
+    return encode_nf4(product(x, scale));
   } else {
     const float magnitude = from_bits(bits_of(x) & kMagnitude);
     const uint32_t sign = (bits_of(x) >> 31) * E::kSign;
@@ -143,10 +193,22 @@ template <class E>
 TRANSFORMER_OPS_MATH float decode(uint32_t code) {
   if constexpr (E::kInteger) {
     return static_cast<float>(static_cast<int8_t>(static_cast<uint8_t>(code)));
+  } else if constexpr (!E::kFloat) {
+    return nf4_number(code);
   } else {
     const float magnitude = decode_magnitude<E>(code & (E::kSign - 1));
     return from_bits(bits_of(magnitude) | ((code & E::kSign) != 0 ? 0x80000000u : 0u));
   }
+}
+
+// Two codes of 4 bits as a byte, and one of them.
+template <class E>
+TRANSFORMER_OPS_MATH uint32_t pair_of(uint32_t first, uint32_t second) {
+  return E::kHighFirst ? second | first << 4 : first | second << 4;
+}
+template <class E>
+TRANSFORMER_OPS_MATH uint32_t code_in(uint32_t byte, bool second) {
+  return second != E::kHighFirst ? byte >> 4 : byte & 0xf;
 }
 
 // Rounds float64 to a float that has the same code: lost bits set the last bit, so that the code is
@@ -221,20 +283,22 @@ TRANSFORMER_OPS_MATH BlockScale block_scale(ScaleRule rule, float amax, float te
   if (rule == ScaleRule::E4M3) {
     return e4m3_scale(product(amax, product(tensor_scale, 1.0f / 6.0f)), tensor_scale);
   }
-  if constexpr (E::kInteger) {
+  if constexpr (!E::kFloat) {
     // No code is NaN, so the scale is.
     if (amax != amax) return {0.0f, from_bits(kNan)};
     if (amax > kMost) amax = kMost;
   }
   const float scale = encoding_scale(rule, amax, E::kLargest);
+  // The inverse of an inverse may differ from amax.
+  if constexpr (E::kLargest == 1.0f) return {scale, amax > 0 ? amax : 1.0f};
   return {scale, 1.0f / scale};
 }
 
 // The rule of a format with elements E; a compile-time constant if E has only one rule.
 template <class E>
 TRANSFORMER_OPS_MATH constexpr ScaleRule rule_for(const kernel::Format& format) {
-  if constexpr (E::kInteger) return ScaleRule::Float32;
-  if constexpr (E::kLargest == E2M1::kLargest) return ScaleRule::E4M3;
+  if constexpr (!E::kFloat) return ScaleRule::Float32;
+  if constexpr (E::kBits == 4) return ScaleRule::E4M3;
   return format.rule;
 }
 

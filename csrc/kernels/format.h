@@ -13,7 +13,12 @@
 namespace transformer_ops::kernel {
 
 // The type of a code.
-enum class Element : uint8_t { E4M3, E5M2, E2M1, Int8 };
+enum class Element : uint8_t { E4M3, E5M2, E2M1, NF4, Int8 };
+
+// Does a code have a sign, an exponent and a mantissa?
+constexpr bool is_floating(Element element) {
+  return element != Element::NF4 && element != Element::Int8;
+}
 
 // The type of a scale, and how it follows from the largest magnitude of its block.
 enum class ScaleRule : uint8_t {
@@ -31,8 +36,8 @@ struct Format {
   const char* name;  // used in plans, schemas and reports
   Element element;
   ScaleRule rule;
-  int bits;       // of a code; if below 8 they are packed, the first one in the low bits
-  float largest;  // the largest value of a code
+  int bits;                           // of a code; two of 4 bits are a byte (encoding::pair_of())
+  float largest;                      // the largest value of a code
   int64_t block_rows, block_columns;  // 0: the tensor is one block
   FourOverSix four_over_six = FourOverSix::Off;
   // If block scales are relative to a scale of the tensor: the block scale of the tensor's largest
@@ -102,6 +107,7 @@ inline constexpr Format kFormats[] = {
     four_over_six("nvfp4 4over6 mse 448", FourOverSix::Squared, 448.0f, 1, 16),
     four_over_six("nvfp4 4over6 mse 448 16x1", FourOverSix::Squared, 448.0f, 16, 1),
     four_over_six("nvfp4 4over6 mse 448 16x16", FourOverSix::Squared, 448.0f, 16, 16),
+    {"nf4", Element::NF4, ScaleRule::Float32, 4, 1.0f, 1, 64},
     {"int8 1x32", Element::Int8, ScaleRule::Float32, 8, 127.0f, 1, 32},
     {"int8 1x128", Element::Int8, ScaleRule::Float32, 8, 127.0f, 1, 128},
 };

@@ -133,7 +133,7 @@ std::tuple<Tensor, Tensor> round_groups_by_scale_decomposed(const Format& format
 
 const Format& random_format(const Checks& check, std::string_view name) {
   const Format& format = format_of(check, name);
-  TORCH_CHECK(format.element != kernel::Element::Int8, "[", check.op(),
+  TORCH_CHECK(kernel::is_floating(format.element), "[", check.op(),
               "] format must be floating, got '", name, "'");
   return format;
 }

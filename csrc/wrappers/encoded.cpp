@@ -53,6 +53,13 @@ Tensor numbers_of(Element element, int64_t count, const Tensor& like) {
       return decode<encoding::E5M2>(code);
     case Element::E2M1:
       return decode<encoding::E2M1>(code.bitwise_and(15));
+    case Element::NF4: {
+      Tensors numbers;
+      for (uint32_t i = 0; i < 16; ++i) {
+        numbers.push_back(at::full({}, encoding::nf4_number(i), like.options().dtype(at::kFloat)));
+      }
+      return at::stack(numbers);
+    }
     case Element::Int8:
       return code.to(at::kByte).view(at::kChar).to(at::kFloat);
   }
@@ -77,6 +84,11 @@ Tensor encode_numbers(Element element, const Tensor& scaled) {
         .clamp(-127, 127)
         .to(at::kChar)
         .view(at::kByte);
+  }
+  if (element == Element::NF4) {
+    const Tensor numbers = numbers_of(element, 16, scaled);
+    const Tensor at_tie = (numbers.slice(0, 1) + numbers.slice(0, 0, -1)) / 2;
+    return at::bucketize(scaled, at_tie).masked_fill(scaled.isnan(), 0).to(at::kByte);
   }
   const Tensor numbers = magnitudes(element, scaled), magnitude = scaled.abs();
   const Tensor at_tie = (numbers.slice(0, 1) + numbers.slice(0, 0, -1)) / 2;
@@ -155,15 +167,17 @@ Scales e4m3_scales(const Tensor& wanted, const Tensor& tensor_scale) {
 }
 
 Scales float_scales(const Format& format, Tensor amax) {
-  const bool integers = format.element == Element::Int8;
+  const bool has_nan = kernel::is_floating(format.element);
   const Tensor nan = amax.isnan();
-  if (integers) amax = amax.clamp_max(static_cast<double>(encoding::kMost));
+  if (!has_nan) amax = amax.clamp_max(static_cast<double>(encoding::kMost));
   Tensor scale = encoding_scale(amax, format.largest);
   if (format.rule == ScaleRule::PowerOfTwo) {
     scale = scale.view(at::kInt).bitwise_and(0x7f800000).view(at::kFloat);
   }
-  Tensor stored = scale.reciprocal();
-  if (integers) {
+  // The inverse of an inverse may differ from amax.
+  Tensor stored = format.element == Element::NF4 ? at::where(amax > 0, amax, at::ones_like(amax))
+                                                 : scale.reciprocal();
+  if (!has_nan) {
     scale = scale.masked_fill(nan, 0.0);
     stored = stored.masked_fill(nan, std::numeric_limits<double>::quiet_NaN());
   }

@@ -69,16 +69,19 @@ struct Blocks {
   }
 };
 
-// Packs two codes into a byte, the first one in the low bits.
-Tensor pack(const Tensor& codes) {
-  const Tensor even = codes.slice_symint(1, 0, std::nullopt, 2);
+// Packs two codes into a byte.
+Tensor pack(const Format& format, const Tensor& codes) {
+  Tensor even = codes.slice_symint(1, 0, std::nullopt, 2);
   const Tensor odd = codes.slice_symint(1, 1, std::nullopt, 2);
   const std::vector<c10::SymInt> pad = {0, even.sym_size(1) - odd.sym_size(1)};
-  return even.bitwise_or(at::constant_pad_nd_symint(odd, pad).bitwise_left_shift(4));
+  Tensor next = at::constant_pad_nd_symint(odd, pad);
+  if (format.element == Element::NF4) std::swap(even, next);
+  return even.bitwise_or(next.bitwise_left_shift(4));
 }
-Tensor unpack(const Tensor& packed, const c10::SymInt& h) {
-  const Tensor both = at::stack({packed.bitwise_and(15), packed.bitwise_right_shift(4)}, -1);
-  return both.flatten(-2).slice_symint(-1, 0, h);
+Tensor unpack(const Format& format, const Tensor& packed, const c10::SymInt& h) {
+  Tensor even = packed.bitwise_and(15), odd = packed.bitwise_right_shift(4);
+  if (format.element == Element::NF4) std::swap(even, odd);
+  return at::stack({even, odd}, -1).flatten(-2).slice_symint(-1, 0, h);
 }
 
 Tensor bytes_of(const Tensor& tensor) { return tensor.reshape({1}).view(at::kByte); }
@@ -185,7 +188,7 @@ std::tuple<Tensor, Tensor> quantize_decomposed(const Format& format, const Tenso
   const Tensor split = blocks.split(x);
   const Encoded encoded(format, split, largest_of_blocks(split), of_tensor, stochastic);
   Tensor code = blocks.join(encoded.codes);
-  if (format.bits == 4) code = pack(code);
+  if (format.bits == 4) code = pack(format, code);
   if (codes.dtype != at::kByte) code = code.contiguous().view(codes.dtype);
   Tensor stored = encoded.stored;
   if (format.has_tensor_scale()) {
@@ -199,7 +202,7 @@ Tensor dequantize_decomposed(const Format& format, const Tensor& codes, const Te
   const Blocks blocks(format, sizes);
   Tensor bytes = codes.contiguous().view(at::kByte).reshape_symint(
       {blocks.rows, format.bits == 4 ? parts(blocks.h, 2) : blocks.h});
-  if (format.bits == 4) bytes = unpack(bytes, blocks.h);
+  if (format.bits == 4) bytes = unpack(format, bytes, blocks.h);
   Tensor stored = scale, of_tensor;
   if (format.has_tensor_scale()) {
     const auto count = scale.sym_size(0) - 4;

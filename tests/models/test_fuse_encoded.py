@@ -432,7 +432,9 @@ def test_weights_of_bitsandbytes(dtype: torch.dtype, options: str, recompute: st
         assert (found - other).norm() <= near * other.norm()
     assert not reasons(report), report
     assert "layer" in {row.rule for row in report.fused}
-    assert plans(model).count('"of its class"') > 8
+    # Codes and scales that are those of a format of ours are decoded by its kernels.
+    format = "nf4" if options == "NF4" else "of its class"
+    assert plans(model).count(f'"{format}"') > 8
     before, after = report.saved_bytes(input_ids=torch.zeros(2, 12, dtype=torch.int64))
     assert 0 < after < before
 

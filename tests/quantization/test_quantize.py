@@ -29,9 +29,9 @@ COLUMNS = (
 )
 NVFP4 = ("nvfp4", "nvfp4 16x16", "nvfp4 4over6", "nvfp4 4over6 mse 448 16x16")
 INT8 = ("int8 1x32", "int8 1x128")
-FORMATS = (*FP8, *MX, *COLUMNS, *NVFP4, *INT8)
+FORMATS = (*FP8, *MX, *COLUMNS, *NVFP4, "nf4", *INT8)
 SHAPES = ((), (1,), (300,), (0,), (3, 0), (0, 5), (2, 3, 33), (131, 130), (4, 256))
-LARGEST = {"e4m3": 448.0, "e5m2": 57344.0, "nvfp4": 6.0, "int8": 127.0}
+LARGEST = {"e4m3": 448.0, "e5m2": 57344.0, "nvfp4": 6.0, "nf4": 1.0, "int8": 127.0}
 every_format = pytest.mark.parametrize("format", FORMATS)
 
 
@@ -111,7 +111,7 @@ def test_how_near(format: str, dtype: torch.dtype) -> None:
     x = torch.randn(256, 512).to(dtype)
     out = dequantize(*quantize(x, format), format, name_of(dtype), None)
     error = (out.double() - x.double()).norm() / x.double().norm()
-    most = {"e4m3": 0.03, "e5m2": 0.06, "nvfp4": 0.12, "int8": 0.009}
+    most = {"e4m3": 0.03, "e5m2": 0.06, "nvfp4": 0.12, "nf4": 0.1, "int8": 0.009}
     assert error <= next(value for name, value in most.items() if name in format)
     # What is decoded loses nothing more, unless its scale has digits of its own.
     if ("x128" in format and "int8" not in format) or "pow2" in format:
@@ -236,6 +236,24 @@ def test_bytes_of_torchao(format: str, dtype: torch.dtype) -> None:
     assert_same_bytes(quantize(x, format), (codes, scale.view(torch.uint8)), format)
 
 
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "float16"])
+def test_numbers_of_bitsandbytes(name: str) -> None:
+    """Its codes and scales of NF4 are ours, and decode to the same numbers."""
+    functional = pytest.importorskip("bitsandbytes.functional")
+    dtype = getattr(torch, name)
+    x = torch.randn(96, 320).to(dtype)
+    x[5, :64] = 0
+    codes, state = functional.quantize_4bit(x, blocksize=64, quant_type="nf4")
+    scale = state.absmax.view(96, 5)
+    got = dequantize(codes.view(96, 160), scale, "nf4", name, x.shape)
+    assert torch.equal(got, functional.dequantize_4bit(codes, state).view(96, 320))
+    own, own_scale = quantize(x, "nf4")
+    # A block of zeros has the scale 1 here, and 0 there.
+    assert torch.equal(own_scale, torch.where(scale == 0, 1.0, scale))
+    # Where numbers are next to a tie, codes may differ.
+    assert (own.view(-1) != codes.view(-1)).float().mean() < 1e-3
+
+
 # ---- bad numbers
 
 
@@ -256,7 +274,7 @@ def test_what_is_not_finite(format: str) -> None:
     # Blocks without either are as ever.
     torch.testing.assert_close(out[::3, 32:128], x[::3, 32:128], rtol=0.05, atol=0)
     # NaN that is no code is that of its block.
-    blocks = {"mx": 32, "nvfp4": 16, "int8 1x32": 32, "int8 1x128": 128}
+    blocks = {"mx": 32, "nvfp4": 16, "nf4": 64, "int8 1x32": 32, "int8 1x128": 128}
     width = next((width for name, width in blocks.items() if name in format), 1)
     assert out[2].isnan().sum() == width
 

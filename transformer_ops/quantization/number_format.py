@@ -18,7 +18,7 @@ class NumberFormat(NamedTuple):
     `block_columns` are 0, the tensor is one block."""
 
     name: str  # used in plans, schemas and reports
-    element: str  # "e4m3", "e5m2", "e2m1" or "int8"
+    element: str  # "e4m3", "e5m2", "e2m1", "nf4" or "int8"
     scale: str  # "float32", "power of two", "e8m0" (a byte), or "e4m3" (and one of the tensor)
     bits: int  # of a code
     largest: float  # the largest value of a code
@@ -45,7 +45,7 @@ class NumberFormat(NamedTuple):
     def significant_bits(self) -> int:
         """The significant bits of a code, including the leading one that floating-point codes do
         not store."""
-        return {"e4m3": 4, "e5m2": 3, "e2m1": 2, "int8": 8}[self.element]
+        return {"e4m3": 4, "e5m2": 3, "e2m1": 2, "nf4": 24, "int8": 8}[self.element]
 
     @property
     def dtype(self) -> torch.dtype | None:

@@ -15,17 +15,13 @@ from torch import Tensor, nn
 from ..op.base import BasicOperation, FusibleOperation
 from ..progress import progress
 from ..tables import html_table, text_table
+from .number_format import FORMATS
 from .recipe import CustomRecipe, MXFP8BlockScaling, Recipe
 from .region import autocast
 
 ROLES = ("input", "weight", "grad_output")
-# The largest code as a byte; for E2M1, a byte of two codes.
-_LARGEST_CODE = {
-    torch.float8_e4m3fn: 0x7E,
-    torch.float8_e5m2: 0x7B,
-    torch.int8: 0x7F,
-    torch.uint8: 0x77,
-}
+# The largest code as a byte, or a byte of two codes.
+_LARGEST_CODE = {"e4m3": 0x7E, "e5m2": 0x7B, "int8": 0x7F, "e2m1": 0x77, "nf4": 0xFF}
 _quantize = torch.ops.transformer_ops.quantize.default
 _dequantize = torch.ops.transformer_ops.dequantize.default
 
@@ -257,7 +253,7 @@ def errors_of(tensor: Tensor, codes: Tensor, scale: Tensor, format: str) -> Erro
         lost += int(((rounded == 0) & (exact != 0)).sum())
     del back, rounded
     most = torch.empty_like(codes)
-    most.view(torch.uint8).fill_(_LARGEST_CODE[codes.dtype])
+    most.view(torch.uint8).fill_(_LARGEST_CODE[FORMATS[format].element])
     largest = _dequantize(most, scale, format, dtype, tensor.shape)
     for exact, bound in _parts(tensor, largest):
         clipped += int((exact.abs() > bound).sum())

@@ -1,5 +1,5 @@
 """Weights that other libraries store quantized. A plan takes them as `QuantizedTensor`s, and has
-their own class decode them."""
+their own class decode them, unless their codes and scales are those of a format of ours (NF4)."""
 
 from __future__ import annotations
 
@@ -124,5 +124,17 @@ def as_quantized(weight: Any, dtype: torch.dtype | None = None) -> Any:
     if type(weight) is nn.Parameter or isinstance(weight, QuantizedTensor) or not is_stored(weight):
         return weight
     state = weight.quant_state if is_in_4_bits(weight) else weight
+    dtype = dtype or state.dtype
+    if is_in_4_bits(weight) and _is_nf4(state):
+        rows, columns = state.shape
+        codes = weight.data.view(torch.uint8).view(rows, columns // 2)
+        return QuantizedTensor(codes, state.absmax.view(rows, columns // 64), "nf4", dtype)
     scale = torch.empty(0, device=weight.device)
-    return QuantizedTensor(_Codes(weight, state.shape), scale, _FORMAT, dtype or state.dtype)
+    return QuantizedTensor(_Codes(weight, state.shape), scale, _FORMAT, dtype)
+
+
+def _is_nf4(state: Any) -> bool:
+    """Whether codes and scales of bitsandbytes are those of our format."""
+    in_blocks_of_rows = len(state.shape) == 2 and state.shape[1] % 64 == 0 and state.blocksize == 64
+    is_plain = not state.nested and state.absmax.dtype == torch.float32
+    return bool(state.quant_type == "nf4" and in_blocks_of_rows and is_plain)

@@ -36,6 +36,11 @@ TRANSFORMER_OPS_INLINE Ints encode_lanes(Floats x, Floats scale) {
       scaled = at_least(at_most(scaled, E::kLargest), -E::kLargest);
     }
     return round_to_int(scaled.native);
+  } else if constexpr (!E::kFloat) {
+    const Floats scaled = x * scale;
+    Ints code = {};
+    for (uint32_t i = 0; i < 15; ++i) code -= (Ints)(scaled > encoding::nf4_tie(i) + Floats{});
+    return code;
   } else {
     constexpr auto kLeast = static_cast<int32_t>(encoding::kLeastExponent<E>);
     constexpr auto kToLast = static_cast<int32_t>(encoding::kToLastBit<E>);
@@ -134,7 +139,7 @@ TRANSFORMER_OPS_INLINE int64_t encode_groups(const T* x, uint8_t* codes, int64_t
   const Floats scales = scale + Floats{};
   int64_t i = 0;
 #if defined(__AVX512F__)
-  if constexpr (__is_same(T, BFloat16) && known == Known::Fits && !E::kInteger) {
+  if constexpr (__is_same(T, BFloat16) && known == Known::Fits && E::kFloat) {
     const int exponent = static_cast<int>(float_bits(scale) >> 23) - 127;
     const int offset = (126 + E::kLeast - exponent) << 7;
     // A negative offset could turn subnormal numbers into normal ones.

@@ -67,6 +67,27 @@ TRANSFORMER_OPS_INLINE CodeBytes look_up(const uint8_t* table, CodeBytes x) {
 }
 #endif
 
+struct NormalFloats {
+  alignas(64) float numbers[16];
+  constexpr NormalFloats() {
+    for (uint32_t i = 0; i < 16; ++i) numbers[i] = encoding::nf4_number(i);
+  }
+};
+inline constexpr NormalFloats kNormalFloats;
+TRANSFORMER_OPS_INLINE Floats look_up_normal(__m128i codes) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_maskz_permutexvar_ps(0xffff, _mm512_maskz_cvtepu8_epi32(0xffff, codes),
+                                             _mm512_load_ps(kNormalFloats.numbers));
+#else
+  const __m256i index = _mm256_cvtepu8_epi32(codes);
+  const auto half = [&](int i) {
+    return _mm256_permutevar8x32_ps(_mm256_load_ps(kNormalFloats.numbers + i), index);
+  };
+  const __m256 is_upper = _mm256_castsi256_ps(_mm256_slli_epi32(index, 28));
+  return (Floats)_mm256_blendv_ps(half(0), half(8), is_upper);
+#endif
+}
+
 // The upper bytes of the sixteen E2M1 numbers in float16.
 alignas(16) constexpr uint8_t kUpperBytes[16] = {0x00, 0x38, 0x3c, 0x3e, 0x40, 0x42, 0x44, 0x46,
                                                  0x80, 0xb8, 0xbc, 0xbe, 0xc0, 0xc2, 0xc4, 0xc6};
@@ -76,6 +97,14 @@ TRANSFORMER_OPS_INLINE void decode_two(CodeBytes bytes, Floats& a, Floats& b) {
   typedef int16_t Words __attribute__((vector_size(sizeof(CodeWords))));
   if constexpr (E::kInteger) {
     ints_to_floats(bytes, a, b);
+  } else if constexpr (!E::kFloat) {
+#if defined(__AVX512F__)
+    a = look_up_normal(_mm256_castsi256_si128(bytes));
+    b = look_up_normal(_mm256_extracti128_si256(bytes, 1));
+#else
+    a = look_up_normal(bytes);
+    b = look_up_normal(_mm_srli_si128(bytes, 8));
+#endif
   } else if constexpr (E::kMantissa == 3) {
     // float16 has one more exponent bit, and three bits more mantissa. NaN is handled separately:
     // only NaN carries into the highest bit of the exponent.

@@ -17,6 +17,8 @@ void with_element(kernel::Element element, F f) {
       return f(Tag<E5M2>());
     case kernel::Element::E2M1:
       return f(Tag<E2M1>());
+    case kernel::Element::NF4:
+      return f(Tag<NF4>());
     case kernel::Element::Int8:
       return f(Tag<Int8>());
   }

@@ -33,6 +33,13 @@ struct ToNearest {
         scaled = at_least(at_most(scaled, E::kLargest), -E::kLargest);
       }
       return __builtin_convertvector(round_to_int(scaled.native), Floats);
+    } else if constexpr (!E::kFloat) {
+      const V scaled(x * scale);
+      V value(encoding::nf4_number(0));
+      for (uint32_t i = 0; i < 15; ++i) {
+        value = select(scaled > V(encoding::nf4_tie(i)), V(encoding::nf4_number(i + 1)), value);
+      }
+      return value.native;
     } else {
       constexpr auto kLeast = static_cast<int32_t>(encoding::kLeastExponent<E>);
       const V scaled((Floats)((Ints)x & 0x7fffffff) * scale);

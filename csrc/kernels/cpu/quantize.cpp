@@ -50,23 +50,25 @@ TRANSFORMER_OPS_INLINE float larger_magnitude(float a, float b) {
 // ---- 4-bit codes
 
 template <class E>
-constexpr bool kPacked = E::kLargest == encoding::E2M1::kLargest;
+constexpr bool kPacked = E::kBits == 4;
 
 // Conversion of two codes to a byte, and back.
+template <class E>
 TRANSFORMER_OPS_INLINE void pack(const uint8_t* codes, uint8_t* packed, int64_t n) {
 #pragma omp simd
   for (int64_t i = 0; i < n / 2; ++i) {
-    packed[i] = static_cast<uint8_t>(codes[2 * i] | codes[2 * i + 1] << 4);
+    packed[i] = static_cast<uint8_t>(encoding::pair_of<E>(codes[2 * i], codes[2 * i + 1]));
   }
-  if (n % 2 != 0) packed[n / 2] = codes[n - 1];
+  if (n % 2 != 0) packed[n / 2] = static_cast<uint8_t>(encoding::pair_of<E>(codes[n - 1], 0));
 }
+template <class E>
 TRANSFORMER_OPS_INLINE void unpack(const uint8_t* packed, uint8_t* codes, int64_t n) {
 #pragma omp simd
   for (int64_t i = 0; i < n / 2; ++i) {
-    codes[2 * i] = packed[i] & 0xf;
-    codes[2 * i + 1] = packed[i] >> 4;
+    codes[2 * i] = static_cast<uint8_t>(encoding::code_in<E>(packed[i], false));
+    codes[2 * i + 1] = static_cast<uint8_t>(encoding::code_in<E>(packed[i], true));
   }
-  if (n % 2 != 0) codes[n - 1] = packed[n / 2] & 0xf;
+  if (n % 2 != 0) codes[n - 1] = static_cast<uint8_t>(encoding::code_in<E>(packed[n / 2], false));
 }
 
 // ---- encode
@@ -74,7 +76,7 @@ TRANSFORMER_OPS_INLINE void unpack(const uint8_t* packed, uint8_t* codes, int64_
 template <class E, class N>
 TRANSFORMER_OPS_INLINE void encode_block(ScaleRule rule, const N* x, uint8_t* codes, int64_t n,
                                          float amax, float scale) {
-  const bool fits = E::kInteger || rule == ScaleRule::PowerOfTwo || rule == ScaleRule::E8M0;
+  const bool fits = !E::kFloat || rule == ScaleRule::PowerOfTwo || rule == ScaleRule::E8M0;
   if (fits && encoding::is_finite(amax)) {
     encode_bytes<E, Known::Fits>(x, codes, n, scale);
   } else {
@@ -133,7 +135,7 @@ class CodeRow {
   explicit CodeRow(int64_t h) : h_(h), bytes_(kPacked<E> ? h : 0) {}
   uint8_t* begin(uint8_t* to) { return kPacked<E> ? bytes_.data() : to; }
   void end(uint8_t* to) {
-    if constexpr (kPacked<E>) pack(bytes_.data(), to, h_);
+    if constexpr (kPacked<E>) pack<E>(bytes_.data(), to, h_);
   }
   int64_t bytes() const { return kPacked<E> ? (h_ + 1) / 2 : h_; }
 
@@ -144,7 +146,7 @@ class CodeRow {
 
 // Does the element type have formats with blocks of one column?
 template <class E>
-constexpr bool kHasColumns = !E::kInteger;
+constexpr bool kHasColumns = E::kFloat;
 
 // The scales of a strip (the rows of one row of blocks), from the blocks' largest magnitudes.
 template <class E, class T>
@@ -273,7 +275,7 @@ void quantize_blocks(const kernel::Format& format, const T* x, const TensorScale
 template <class E>
 const uint8_t* unpacked(CodeRow<E>& row, const uint8_t* from, [[maybe_unused]] int64_t h) {
   if constexpr (kPacked<E>) {
-    unpack(from, row.begin(nullptr), h);
+    unpack<E>(from, row.begin(nullptr), h);
     return row.begin(nullptr);
   } else {
     return from;

@@ -62,7 +62,7 @@ void round_at_random(const kernel::Format& format, DType from, DType to, const v
   if (rows == 0 || h == 0) return;
   AtRandom rounding(seed, h);
   with_element(format.element, [&]<class E>(Tag<E>) {
-    if constexpr (!E::kInteger) {
+    if constexpr (E::kFloat) {
       with_dtype(from, [&]<class T>(Tag<T>) {
         with_dtype(to, [&]<class U>(Tag<U>) {
           round_rows<E>(format, as<T>(x), tensor, as<U>(out), first_row, rows, h, rounding);

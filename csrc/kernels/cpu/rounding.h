@@ -58,9 +58,9 @@ void scales_of_blocks(const kernel::Format& format, const float* amax, int64_t n
   const auto run = [&]<ScaleRule rule>() {
     scales_by_rule<E, rule>(amax, n, tensor, encode, decode);
   };
-  if constexpr (E::kInteger) {
+  if constexpr (!E::kFloat) {
     run.template operator()<ScaleRule::Float32>();
-  } else if constexpr (E::kLargest == encoding::E2M1::kLargest) {
+  } else if constexpr (E::kBits == 4) {
     run.template operator()<ScaleRule::E4M3>();
   } else if (format.rule == ScaleRule::E8M0) {
     run.template operator()<ScaleRule::E8M0>();
@@ -180,12 +180,12 @@ TRANSFORMER_OPS_INLINE int64_t round_words(const BFloat16* x, BFloat16* out, int
 
 // Does the element type have formats with one scale, and formats with blocks of one column?
 template <class E>
-constexpr bool kHasOneScale = !E::kInteger && E::kLargest != encoding::E2M1::kLargest;
+constexpr bool kHasOneScale = E::kFloat&& E::kBits == 8;
 template <class E>
-constexpr bool kHasBlocksOfAColumn = !E::kInteger;
+constexpr bool kHasBlocksOfAColumn = E::kFloat;
 // Does the element type have formats that choose a scale?
 template <class E>
-constexpr bool kMayChoose = E::kLargest == encoding::E2M1::kLargest;
+constexpr bool kMayChoose = __is_same(E, encoding::E2M1);
 
 // A number that is known at compile time.
 template <int64_t value>
@@ -196,7 +196,9 @@ struct Fixed {
 // The width of the shortest blocks of a row. Since it is known at compile time, no block's end has
 // to be computed.
 template <class E>
-constexpr int64_t kShortBlock = E::kLargest == encoding::E2M1::kLargest ? 16 : 32;
+constexpr int64_t kShortBlock = kMayChoose<E>   ? 16
+                                : E::kBits == 4 ? 64
+                                                : 32;
 
 // Calls f(block, first column, number of columns) for the blocks of a row of h elements.
 template <class E, class F>
@@ -211,8 +213,7 @@ TRANSFORMER_OPS_INLINE void for_blocks_of_row(int64_t columns, int64_t h, F f) {
 
 // The range of finite numbers after scaling.
 template <class E>
-constexpr Range kFiniteRange =
-    E::kLargest == encoding::E2M1::kLargest ? Range::Finite : Range::Fits;
+constexpr Range kFiniteRange = kMayChoose<E> ? Range::Finite : Range::Fits;
 
 template <class N>
 constexpr uint32_t kInfinityOf = 0x7f80;

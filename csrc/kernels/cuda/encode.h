@@ -22,6 +22,8 @@ void with_element(Element element, const F& f) {
       return f(Type<E5M2>());
     case Element::E2M1:
       return f(Type<E2M1>());
+    case Element::NF4:
+      return f(Type<NF4>());
     case Element::Int8:
       return f(Type<Int8>());
   }
@@ -29,7 +31,7 @@ void with_element(Element element, const F& f) {
 
 // Does the element type have formats that choose a scale?
 template <class E>
-constexpr bool kMayChoose = E::kLargest == encoding::E2M1::kLargest;
+constexpr bool kMayChoose = std::is_same_v<E, encoding::E2M1>;
 
 // ---- magnitudes as bits, which have the same order as the floats; NaN is above all
 

@@ -12,7 +12,7 @@ using kernel::Format;
 using kernel::ScaleRule;
 
 template <class E>
-constexpr int kPackBytes = E::kLargest == encoding::E2M1::kLargest ? kPack / 2 : kPack;
+constexpr int kPackBytes = kPack* E::kBits / 8;
 
 // ---- the largest magnitude
 
@@ -63,9 +63,11 @@ TRANSFORMER_OPS_DEVICE void store_codes(uint8_t* to, const uint32_t (&code)[kPac
   uint8_t bytes[kPackBytes<E>];
 #pragma unroll
   for (int j = 0; j < kPackBytes<E>; ++j) {
-    const bool packed = kPackBytes<E> < kPack;
-    bytes[j] = static_cast<uint8_t>(packed ? code[2 * j % kPack] | code[(2 * j + 1) % kPack] << 4
-                                           : code[j]);
+    if constexpr (E::kBits == 4) {
+      bytes[j] = static_cast<uint8_t>(encoding::pair_of<E>(code[2 * j], code[2 * j + 1]));
+    } else {
+      bytes[j] = static_cast<uint8_t>(code[j]);
+    }
   }
   store_bytes(to, bytes, (count * kPackBytes<E> + kPack - 1) / kPack);
 }
@@ -403,12 +405,11 @@ __global__ void __launch_bounds__(kElementThreads) decode_kernel(Decoder<E, T> b
   if (!body.per_tensor && !has_columns) scale = scale_of(body.by_columns.quotient(column));
   const int64_t row_bytes = (layout.h * kPackBytes<E> + kPack - 1) / kPack;
   const uint8_t* const from = body.codes + row * row_bytes + column / kPack * kPackBytes<E>;
-  const bool packed = kPackBytes<E> < kPack;
   Pack<T, kPack> out;
 #pragma unroll
   for (int j = 0; j < kPack; ++j) {
-    const uint32_t byte = j < count ? from[packed ? j / 2 : j] : 0;
-    const uint32_t code = !packed ? byte : j % 2 == 0 ? byte & 0xf : byte >> 4;
+    uint32_t code = j < count ? from[j * E::kBits / 8] : 0;
+    if constexpr (E::kBits == 4) code = encoding::code_in<E>(code, j % 2 != 0);
     if (has_columns && j < count) scale = scale_of(column + j);
     out[j] = scaled<T>(encoding::decode<E>(code), scale);
   }

@@ -137,6 +137,27 @@ TYPED_TEST(EncodingTest, FloatsAroundEveryTie) {
   for (const float x : {3.4e38f, -3.4e38f, 1e-45f, -1e-45f, 1e-38f}) this->expect_nearest(x);
 }
 
+TEST(Encoding, NormalFloats) {
+  for (uint32_t code = 0; code < 16; ++code) {
+    const float x = decode<NF4>(code);
+    EXPECT_EQ(encode<NF4>(x, 1.0f), code);
+    if (code == 15) break;
+    EXPECT_LT(x, decode<NF4>(code + 1));
+    // A tie is the lower number's.
+    const float tie = (x + decode<NF4>(code + 1)) / 2;
+    EXPECT_EQ(encode<NF4>(tie, 1.0f), code);
+    EXPECT_EQ(encode<NF4>(std::nextafter(tie, 2.0f), 1.0f), code + 1);
+  }
+  EXPECT_EQ(decode<NF4>(0), -1.0f);
+  EXPECT_EQ(decode<NF4>(7), 0.0f);
+  EXPECT_EQ(encode<NF4>(-3.0f, 1.0f), 0u);
+  EXPECT_EQ(encode<NF4>(static_cast<float>(kNan), 1.0f), 0u);
+  // The scale is the largest magnitude, bit for bit.
+  for (const float amax : {3.0f, 0.1f, 1e-45f, kMost}) {
+    EXPECT_EQ(block_scale<NF4>(ScaleRule::Float32, amax, 1.0f).number, amax);
+  }
+}
+
 TEST(Encoding, ScalesOfBytes) {
   EXPECT_EQ(encode_e8m0(0.0f), 0u);
   EXPECT_EQ(encode_e8m0(0x1p-127f), 0u);

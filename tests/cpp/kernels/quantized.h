@@ -63,6 +63,7 @@ auto with_formulas(const kernel::Format& format, F f) {
   if (format.element == Element::E4M3) return f(E4M3());
   if (format.element == Element::E5M2) return f(E5M2());
   if (format.element == Element::E2M1) return f(E2M1());
+  if (format.element == Element::NF4) return f(NF4());
   return f(Int8());
 }
 
@@ -143,7 +144,12 @@ inline Quantized quantize_by_formula(const kernel::Format& format, const Array& 
           for (int64_t c = left; c < right; ++c) {
             const uint32_t code = encoding::encode<E>(number(x, r * h + c), scale.encode);
             uint8_t& byte = to.codes[r * Quantized::row_bytes(format, h) + c * format.bits / 8];
-            byte = static_cast<uint8_t>(c * format.bits % 8 == 0 ? code : byte | code << 4);
+            if constexpr (E::kBits == 4) {
+              const uint32_t first = c % 2 == 0 ? code : encoding::code_in<E>(byte, false);
+              byte = static_cast<uint8_t>(encoding::pair_of<E>(first, c % 2 == 0 ? 0 : code));
+            } else {
+              byte = static_cast<uint8_t>(code);
+            }
           }
         }
       }
@@ -160,7 +166,8 @@ inline Array dequantize_by_formula(const Quantized& from, DType dtype, int64_t r
     for (int64_t i = 0; i < rows * h; ++i) {
       const int64_t r = i / h, c = i % h;
       const uint8_t byte = from.codes[r * Quantized::row_bytes(format, h) + c * format.bits / 8];
-      const uint32_t code = format.bits == 8 ? byte : c % 2 == 0 ? byte & 0xf : byte >> 4;
+      uint32_t code = byte;
+      if constexpr (E::kBits == 4) code = encoding::code_in<E>(byte, c % 2 != 0);
       float scale = decoded;
       if (!format.per_tensor()) {
         const int64_t block = r / format.block_rows * Quantized::blocks(h, format.block_columns) +
