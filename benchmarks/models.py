@@ -1,4 +1,5 @@
-"""Whole models of transformers and timm: plain, compiled, and with `tops.fuse`.
+"""Whole models of transformers and timm: plain, compiled, and with `tops.fuse`; also with adapters
+of PEFT, on a base as it is (LoRA) or in 4 bits (QLoRA).
 
     python benchmarks/models.py              all of it, 15 minutes on 2 cores
     python benchmarks/models.py --quick      three of them without Inductor, a minute
@@ -16,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import peft
 import timm
 import torch
 import transformers
@@ -32,6 +34,9 @@ QUICK = (
     "Llama h512 f1376, 4 layers, 512 tokens",
     "MiniLM shape, 16 x 128 tokens, dropout 0.1",
     "ViT-S/16, 8 images",
+    "Llama h512 f1376, 4 layers, 512 tokens, LoRA on all linear layers",
+    "MiniLM shape, 16 x 128 tokens, dropout 0.1, LoRA on q and v",
+    "ViT-S/16, 8 images, LoRA on all linear layers, base as nf4",
 )
 EAGER, INDUCTOR, FUSED, BOTH = "eager", "Inductor", "fused", "fused, compiled"
 
@@ -47,6 +52,27 @@ class Model(NamedTuple):
     inductor: float | None  # None: not measured, since it takes minutes to compile
     saved: float
     peak: float
+    base: str | None = None  # the format of the fused model's base; the plain one's is as it is
+
+
+# Names of modules with adapters of rank 16.
+ADAPTED: dict[str, str | list[str]] = {
+    "LoRA on q and v": ["q_proj", "v_proj", "query", "value"],
+    "LoRA on all linear layers": "all-linear",
+}
+
+
+def with_adapters(case: Model, what: str, base: str | None) -> Model:
+    """The same with adapters on a frozen base."""
+
+    def make() -> nn.Module:
+        config = peft.LoraConfig(r=16, target_modules=ADAPTED[what])
+        model: Any = case.make()
+        adapted: nn.Module = peft.get_peft_model(model, config)
+        return adapted
+
+    time = (0.72, 0.75) if base is None else (1.0, 1.0)
+    return case._replace(make=make, time=time, inductor=None, base=base)
 
 
 def llama() -> nn.Module:
@@ -154,6 +180,12 @@ MODELS = {
 }
 
 
+for name, case in list(MODELS.items())[:-1]:
+    for what in ADAPTED:
+        MODELS[f"{name}, {what}"] = with_adapters(case, what, None)
+    MODELS[f"{name}, {what}, base as nf4"] = with_adapters(case, what, "nf4")
+
+
 def images(batch: int) -> Tensor:
     """Random ones."""
     return torch.randn(batch, 3, 224, 224, generator=torch.Generator().manual_seed(0))
@@ -204,6 +236,8 @@ def model_rows(name: str, dtype: torch.dtype, quick: bool) -> Iterator[Row]:
     torch.manual_seed(0)
     plain = case.make().to(dtype)
     model, recomputed = copy.deepcopy(plain), copy.deepcopy(plain)
+    for one in (model, recomputed) if case.base is not None else ():
+        tops.quantization.quantize_(one, case.base, only="*.base_layer")
     begin = time.perf_counter()
     report = tops.fuse(model, strict=True)
     seconds = time.perf_counter() - begin

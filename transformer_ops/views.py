@@ -193,7 +193,7 @@ class BorrowedPackedLinear(Borrowed, PackedLinear):
 
 
 class Adapter(NamedTuple):
-    """Modules of an adapter of low rank: `scaling * b(a(dropout(x)))`."""
+    """Modules of an adapter of low rank: `scaling * b(a(dropout(x)))`. `b` may have a bias."""
 
     a: nn.Module
     b: nn.Module
@@ -217,6 +217,23 @@ class Adapted(NamedTuple):
             transposed: Any = self.base.weight
             return transposed.t()
         return weight_of(self.base)
+
+    @property
+    def added_biases(self) -> list[Tensor]:
+        """The scaled biases of adapters."""
+        pairs: Any = ((one.b.bias, one.scaling) for one in self.adapters)
+        return [bias * scaling for bias, scaling in pairs if bias is not None]
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether the base or an adapter has a bias."""
+        return self.base.bias is not None or bool(self.added_biases)
+
+    @property
+    def bias(self) -> Tensor:
+        """The sum of all biases, in the dtype of the product."""
+        own: Any = [] if self.base.bias is None else [self.base.bias]
+        return functools.reduce(torch.add, [*own, *self.added_biases]).to(self.weight.dtype)
 
 
 class BorrowedLoRALinear(Borrowed, LoRALinear):
@@ -268,13 +285,19 @@ class BorrowedLoRALinear(Borrowed, LoRALinear):
             else (part.base, "weight")
             for i, part in enumerate(own["_parts"])
         ]
-        biases = [(part.base, "bias") for part in own["_parts"]]
+        # The gradient of a sum goes to each of its biases.
+        biases = [
+            (self, f"bias{i}") if part.added_biases else (part.base, "bias")
+            for i, part in enumerate(own["_parts"])
+        ]
         a = [(one.a, "weight") for one in own["_adapters"]]
         return [*weights, *biases, *a, *((one.b, "weight") for one in own["_adapters"])]
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("weight"):
-            return self.__dict__["_parts"][int(name.removeprefix("weight"))].weight
+        for kind in ("weight", "bias"):
+            number = name.removeprefix(kind)
+            if number != name and number.isdecimal():
+                return getattr(self.__dict__["_parts"][int(number)], kind)
         return super().__getattr__(name)
 
     @property

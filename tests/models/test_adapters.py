@@ -133,6 +133,7 @@ def test_what_users_do_with_adapters(what: Callable[[Any], Any]) -> None:
         {"rank_pattern": {"q_proj": 5, "down_proj": 1}, "alpha_pattern": {"up_proj": 9}},
         {"target_modules": ["q_proj", "v_proj"], "modules_to_save": ["lm_head"]},
         {"target_modules": ["down_proj"], "layers_to_transform": [1]},
+        {"lora_bias": True, "lora_alpha": 3},
     ],
     ids=str,
 )
@@ -150,7 +151,6 @@ def test_options_of_adapters(options: dict[str, Any]) -> None:
             {"use_dora": True},
             "the adapter default of peft.tuners.lora.layer.Linear is a DoraLinear",
         ),
-        ({"lora_bias": True}, "has a bias"),
         ({"target_modules": ["q_proj", "lm_head"]}, "layer.Linear is not a torch.nn.Linear"),
     ],
     ids=str,
@@ -276,3 +276,37 @@ def test_adapters_are_saved_and_loaded(tmp_path: Any) -> None:
     loaded = peft.PeftModel.from_pretrained(fused, tmp_path, is_trainable=True)
     assert_same(model, loaded)
     assert fused_rules(report) == LAYERS
+
+
+@pytest.mark.parametrize("targets", [["q", "v"], ["v"]], ids=str)
+def test_biases_of_adapters_add_to_those_of_the_base(targets: list[str]) -> None:
+    """Also beside a product without adapters, and with biases that are not zero."""
+
+    def make() -> Any:
+        torch.manual_seed(0)
+        config = transformers.BertConfig(
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=1,
+            num_attention_heads=4,
+            vocab_size=64,
+            hidden_dropout_prob=0,
+            attention_probs_dropout_prob=0,
+        )
+        names = [{"q": "query", "v": "value"}[one] for one in targets]
+        model = adapted(
+            transformers.BertForMaskedLM(config), target_modules=names, lora_bias=True, lora_alpha=3
+        )
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                torch.nn.init.normal_(parameter)
+        return model
+
+    plain, model = make(), make()
+    report = tops.fuse(model)
+    assert_same(plain, model)
+    assert any(name.endswith("lora_B.default.bias") for name in results(model)[1])
+    assert {"layer", "attention"} & set(fused_rules(report))
+    model.merge_adapter()
+    plain.merge_adapter()
+    assert_same(plain, model)

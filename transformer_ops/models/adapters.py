@@ -146,8 +146,8 @@ def _active(module: Any) -> Iterator[Adapter]:
         for one in (a, b):
             if not is_torch(one, nn.Linear):
                 raise FuseSkip(f"the adapter {key} has a {name_of(one)}")
-        if a.bias is not None or b.bias is not None:
-            raise FuseSkip(f"the adapter {key} of {name_of(module)} has a bias")
+        if a.bias is not None:
+            raise FuseSkip(f"lora_A of the adapter {key} of {name_of(module)} has a bias")
         if not is_torch(dropout, nn.Identity) and not is_torch(dropout, nn.Dropout):
             raise FuseSkip(f"the adapter {key} has a {name_of(dropout)}")
         if getattr(dropout, "inplace", False):

@@ -327,7 +327,7 @@ def products(*modules: Any) -> FusibleOperation:
         return BorrowedLinear(bases[0], is_transposed=found[0].is_transposed)
     if len({(getattr(one, "p", 0.0), one.training) for one in dropouts}) > 1:
         raise FuseSkip("its adapters drop with different probabilities")
-    if len({one.base.bias is None for one in found}) > 1:
+    if len({one.has_bias for one in found}) > 1:
         raise FuseSkip("some of its products have a bias, and some have none")
     return BorrowedLoRALinear(*found)
 
