@@ -205,20 +205,15 @@ def test_weights_of_one_product_in_several_formats(name: str, recompute: str) ->
 def test_recipes_do_not_round_encoded_weights_of_a_packed_product(
     recipe: str, dtype: torch.dtype
 ) -> None:
-    """The weight that is plain is rounded, and the encoded one is not."""
+    """The weight that is plain is rounded, and the encoded one is not: as two separate products."""
     torch.manual_seed(0)
     made = getattr(tops.recipe, recipe)()
     model = tops.PackedLinear(32, (64, 64), bias=False, dtype=dtype)
-    other = copy.deepcopy(model)
+    decoded, plain = (tops.BasicLinear(32, 64, dtype=dtype) for _ in range(2))
     first = QuantizedTensor.quantize(model.weight0, "int8 1x32")
     model.weight0 = nn.Parameter(first, requires_grad=False)
-
-    def rounded(weight: Tensor) -> Tensor:
-        return QuantizedTensor.quantize(weight.detach(), made.operands[1]).dequantize()
-
-    # Each is what the product should see, so weights have no format.
-    other.weight0 = nn.Parameter(first.dequantize())
-    other.weight1 = nn.Parameter(rounded(other.weight1))
+    decoded.weight = nn.Parameter(first.dequantize())
+    plain.weight = copy.deepcopy(model.weight1)
 
     def formats(role: Any) -> str | None:
         names = dict(zip(("input", "weight", "grad_output"), made.operands, strict=True))
@@ -227,18 +222,17 @@ def test_recipes_do_not_round_encoded_weights_of_a_packed_product(
     x = torch.randn(40, 32, dtype=dtype)
     found, wanted = x.clone().requires_grad_(), x.clone().requires_grad_()
     with tops.autocast(recipe=made):
-        y = model(found)
-        y.float().square().sum().backward()
+        y, last = model(found), plain(wanted)
     with tops.autocast(recipe=tops.recipe.CustomRecipe(formats)):
-        z = other(wanted)
-        z.float().square().sum().backward()
-    # Backward rounds the plain weight along its columns, which differs from rounding its rows.
-    # The numbers of MXFP8 are exact in bfloat16.
-    near = 0.0 if recipe == "MXFP8BlockScaling" else 0.01
-    torch.testing.assert_close(y, z, rtol=near, atol=near)
-    torch.testing.assert_close(found.grad, wanted.grad, rtol=0.1, atol=0.1 * float(z.abs().max()))
-    error = (model.weight1.grad - other.weight1.grad).float().norm()
-    assert error <= (1e-5 + 2 * near) * other.weight1.grad.float().norm()
+        z = torch.cat([decoded(wanted), last], -1)
+    assert torch.equal(y, z)
+    grad = torch.randn(40, 128, dtype=dtype)
+    grad[0, 0] = grad[0, 64] = 9.0  # a scale for both is then the scale of each
+    y.backward(grad)
+    z.backward(grad)
+    assert torch.equal(model.weight1.grad, plain.weight.grad)
+    # One product sums in float32, and autograd adds two rounded ones.
+    assert (found.grad - wanted.grad).norm() <= torch.finfo(dtype).eps * wanted.grad.norm()
 
 
 def test_only_weights_of_products_may_be_encoded() -> None:
