@@ -36,6 +36,7 @@ __all__ = [
     "BorrowedRMSNorm",
     "check_linear",
     "is_torch",
+    "register_view",
     "view",
     "weight_of",
 ]
@@ -475,6 +476,15 @@ _MAKERS: dict[type[nn.Module], Callable[[Any], FusibleOperation]] = {
 }
 
 
+# These return no op for modules that they do not know.
+_OTHER_MAKERS: list[Callable[[Any], FusibleOperation | None]] = []
+
+
+def register_view(make: Callable[[Any], FusibleOperation | None]) -> None:
+    """Has `view` ask this function about modules of other libraries."""
+    _OTHER_MAKERS.append(make)
+
+
 # These are the functions at import time, because somebody may replace those of torch's classes.
 _KNOWN: tuple[Any, ...] = (*_MAKERS, nn.Identity, nn.Sequential)
 _FORWARDS = {kind: kind.forward for kind in _KNOWN}
@@ -500,17 +510,23 @@ def view(module: nn.Module) -> FusibleOperation:
 
     Args:
         module: a `torch.nn` Linear, LayerNorm, RMSNorm, Dropout, GELU, SiLU or ReLU, or of a
-            subclass with the same `forward`.
+            subclass with the same `forward`; or a LoRA layer of PEFT. Its op has the adapters that
+            are active now. In a rule of `register_fuse_rule`, it is made anew if they change.
 
     Raises:
         TypeError: the module is another one, or has its own `forward`.
         ValueError: the module has an option that no op has.
+        FuseSkip: it has adapters that no op computes.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"[view] module must be an nn.Module, got {type(module).__name__}")
     for known, make in _MAKERS.items():
         if isinstance(module, known) and is_torch(module, known):
             return make(module)
+    for make_other in _OTHER_MAKERS:
+        op = make_other(module)
+        if op is not None:
+            return op
     names = ", ".join(known.__name__ for known in _MAKERS)
     has_own = isinstance(module, tuple(_MAKERS))
     raise TypeError(

@@ -162,6 +162,35 @@ def test_what_runs_as_statements(options: dict[str, Any], reason: str) -> None:
     assert reason in reasons(report)
 
 
+def test_a_rule_of_the_users_views_layers_of_peft() -> None:
+    class Squares(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = torch.nn.Linear(16, 24)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.up(x)
+            return x * 2.0
+
+    def make(module: Any, names: Any) -> list[Any]:
+        return [tops.view(module.up), tops.ConstantScale(2.0)]
+
+    torch.manual_seed(0)
+    model = adapted(torch.nn.Sequential(Squares()), target_modules=["up"])
+    plain, x = copy.deepcopy(model), torch.randn(3, 16)
+    rule = tops.register_fuse_rule("squares", "H = self.any_up(H)\nreturn H * 2.0", make)
+    try:
+        report = tops.fuse(model, rules=["squares"])
+        torch.testing.assert_close(model(x), plain(x))
+        with model.disable_adapter(), plain.disable_adapter():
+            torch.testing.assert_close(model(x), plain(x))
+        model.merge_adapter()
+        torch.testing.assert_close(model(x), plain(x), rtol=1e-4, atol=1e-5)
+        assert [row.rule for row in report.fused] == ["squares"]
+    finally:
+        rule.remove()
+
+
 def test_a_call_that_names_an_adapter_for_each_row() -> None:
     plain, model = adapted(), adapted()
     report = tops.fuse(model)

@@ -28,6 +28,7 @@ from ..views import (
     BorrowedPackedLinear,
     check_linear,
     is_torch,
+    register_view,
     view,
     weight_of,
 )
@@ -220,6 +221,9 @@ def _with_adapters(module: Any) -> FusibleOperation | None:
     return found[0] if len(found) == 1 else None
 
 
+register_view(_with_adapters)
+
+
 def _transposed_linear(module: Any) -> FusibleOperation | None:
     if not _is_transposed(module):
         return None
@@ -277,7 +281,6 @@ def part(module: nn.Module) -> list[FusibleOperation]:
     except TypeError:
         pass
     makers = (
-        _with_adapters,
         _activation,
         norm,
         _layer_scale,
