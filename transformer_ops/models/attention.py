@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,8 +16,6 @@ from ..op.base import FusibleOperation
 from ..op.borrowed import class_of
 from ..views import (
     BorrowedDropout,
-    BorrowedLinear,
-    BorrowedLoRALinear,
     BorrowedProduct,
     BorrowedRMSNorm,
     is_torch,
@@ -30,8 +29,6 @@ from .attention_forms import (
     is_known_eager,
     known_sdpa,
     names_of_timm,
-    names_of_transformers,
-    rotation,
 )
 from .attention_ops import (
     AttentionCall,
@@ -42,12 +39,12 @@ from .attention_ops import (
     JoinedBias,
     NoKeyBias,
 )
+from .attention_reading import Reading, part_behind, product, read_attention
 from .norms import norm
 from .parts import dtypes_of, linear, part, products
 from .pattern import Names
-from .rules import FuseSkip, FuseUnfit
-from .whole import name_of
-from .widths import width_of
+from .rules import FuseSkip
+from .whole import check_number, name_of
 
 __all__ = ["find_attention"]
 
@@ -68,25 +65,12 @@ _CACHES = ("cache", "past_key_values", "layer_past")
 class TransformersAttention(AttentionCall):
     """A module of transformers."""
 
-    def __init__(self, module: nn.Module, names: Names, called: nn.Module) -> None:
-        super().__init__(names)
-        forward = forward_of(module)
-        self._globals: Mapping[str, Any] = forward.__globals__
+    def __init__(self, module: nn.Module, reading: Reading, called: nn.Module) -> None:
+        self.reading = reading
         self._parameters = tuple(inspect.signature(class_of(called).forward).parameters)[2:]
-        has_tables = "position_embeddings" in forward.__code__.co_varnames and (
-            "apply_rotary_pos_emb" in forward.__code__.co_names
-        )
-        if "rotates" in names:
-            has_tables = bool(getattr(module, names["rotates"]))
-        self._may_clip = "clip_qkv" in forward.__code__.co_names
-        if self._may_clip and module.config.clip_qkv is not None:  # type: ignore[union-attr]
-            raise FuseSkip("it clips queries, keys and values")
-        if "has_layer_norms" in names and getattr(module, names["has_layer_norms"]):
-            raise FuseSkip("its norms of queries and keys are no RMS norms")
-        self._rotation = rotation(self._globals) if has_tables else None
-        self._interface = self._globals["ALL_ATTENTION_FUNCTIONS"]
+        self._interface = reading.interface
         self._sdpa = known_sdpa(self._interface)
-        self._eager = is_known_eager(self._globals["eager_attention_forward"])
+        self._eager = reading.has_eager and is_known_eager(reading.eager)
         if self._sdpa is None:
             raise FuseSkip("its attention function is another one")
 
@@ -94,114 +78,102 @@ class TransformersAttention(AttentionCall):
         return [self._sdpa]
 
     def rotary_dims(self, module: Any) -> list[int | None]:
-        head_dim: int = getattr(module, self.names["head_dim"])
-        return [None if self._rotation is None else head_dim]
+        return [None if self.reading.rotation is None else self.reading.head_dim]
+
+    def head_dim(self, module: Any) -> int:
+        return self.reading.head_dim
 
     def widths(self, module: Any) -> tuple[int, int]:
-        names = self.names
-        if "query" in names:
-            query, key = (getattr(module, names[name]) for name in ("query", "key"))
-            return weight_of(query).shape[0], weight_of(key).shape[0]
-        if "packed_by_head" in names:
-            third = weight_of(getattr(module, names["packed_by_head"])).shape[0] // 3
-            return third, third
-        if "part_size" in names:
-            width = getattr(module, names["part_size"])
-            return width, width
-        head_dim = getattr(module, names["head_dim"])
-        return module.config.num_attention_heads * head_dim, module.num_key_value_heads * head_dim
+        reading = self.reading
+        return reading.heads * reading.head_dim, reading.kv_heads * reading.head_dim
+
+    def scale(self, module: Any) -> float:
+        return self.reading.scale
+
+    def p(self, module: Any) -> float:
+        return self.reading.p
+
+    @property
+    def by_head(self) -> bool:
+        return self.reading.by_head
 
     def ops(self, module: Any) -> list[FusibleOperation]:
-        names = self.names
-        packed = self._products(module)
-        attention = BorrowedAttention(module, self)
-        heads = attention.num_heads, attention.num_kv_heads
-        if heads[0] % heads[1] or heads[0] < 1:
-            raise FuseSkip(f"{heads[0]} query heads are no multiple of {heads[1]}")
-        if getattr(module, "num_key_value_groups", heads[0] // heads[1]) * heads[1] != heads[0]:
-            raise FuseSkip(f"{heads[1]} key heads are not repeated to {heads[0]}")
-        if "num_heads" in names:
-            kinds = names["num_heads"], names.get("num_kv_heads", names["num_heads"])
-            if heads != tuple(getattr(module, name) for name in kinds):
-                raise FuseSkip(f"its products are as wide as {heads[0]} and {heads[1]} heads")
-        ops: list[FusibleOperation] = [packed]
-        for kind in ("", "whole_"):
-            if f"{kind}query_norm" in names:
-                norms = [getattr(module, names[f"{kind}{n}_norm"]) for n in ("query", "key")]
-                ops.append(_norms_of(norms, attention, is_whole=bool(kind)))
-        if self._rotation is not None:
-            ops.append(
-                BorrowedRoPE(
-                    attention.head_dim,
-                    None if attention.by_head else sum(heads),
-                    by_head=attention.by_head,
-                    interleaved=self._rotation.is_interleaved,
+        reading, attention = self.reading, BorrowedAttention(module, self)
+        heads, kv_heads = reading.heads, reading.kv_heads
+        if heads % kv_heads or heads < 1:
+            raise FuseSkip(f"{heads} query heads are no multiple of {kv_heads}")
+        if getattr(module, "num_key_value_groups", heads // kv_heads) * kv_heads != heads:
+            raise FuseSkip(f"{kv_heads} key heads are not repeated to {heads}")
+        ops = [self._products(module)]
+        for kind, *what in reading.before:
+            if kind == "norm":
+                query, key, is_whole = what
+                norms = [operator.attrgetter(".".join(path))(module) for path in (query, key)]
+                ops.append(_norms_of(norms, attention, is_whole=is_whole))
+            else:
+                assert reading.rotation is not None
+                ops.append(
+                    BorrowedRoPE(
+                        attention.head_dim,
+                        None if self.by_head else heads + kv_heads,
+                        by_head=self.by_head,
+                        interleaved=reading.rotation.is_interleaved,
+                    )
                 )
-            )
         ops.append(attention)
-        if "output" in names:
-            ops.append(_product(getattr(module, names["output"])))
-        if "last_dropout" in names:
-            ops.append(BorrowedDropout(module, names["last_dropout"]))
-        if "last" in names:
-            ops += part(getattr(module, names["last"]))
+        for kind, what in reading.after:
+            if kind == "part":
+                ops += part_behind(operator.attrgetter(".".join(what))(module))
+            else:
+                check_number(module, what)
+                ops.append(BorrowedDropout(module, what))
         return ops
 
     def _products(self, module: Any) -> FusibleOperation:
-        if "packed_by_head" in self.names:
-            packed = _product(getattr(module, self.names["packed_by_head"]))
-            if self.widths(module)[0] % getattr(module, self.names["head_dim"]):
-                raise FuseSkip("its product is no multiple of its heads")
-            return packed
-        if "packed" in self.names:
-            packed = _product(getattr(module, self.names["packed"]))
-            product: Any = packed.basic_ops[0]
-            if "part_size" in self.names and width_of(product) != 3 * self.widths(module)[0]:
-                raise FuseSkip("it attends to another sequence")
-            return packed
-        layers = [getattr(module, self.names[name]) for _, name in PARTS]
+        layers = [operator.attrgetter(".".join(path))(module) for path in self.reading.products]
+        if len(layers) == 1:
+            return product(layers[0])
         found = list(map(linear, layers))
         if len({one.bias is None for one in found}) > 1:
             raise FuseSkip("some of its products have a bias, and some have none")
         if len(dtypes_of(*found)) > 1:
             raise FuseSkip("its products have different dtypes")
-        if weight_of(found[1]).shape != weight_of(found[2]).shape:
-            raise FuseSkip("its keys and values have different widths")
         return products(*layers)
 
     def inputs(
         self, module: Any, args: Sequence[Any], kwargs: Mapping[str, Any], gives_weights: bool
     ) -> AttentionInputs | None:
         given = {**dict(zip(self._parameters, args, strict=False)), **kwargs}
-        for name in _UNKNOWN:
+        for name in (*_UNKNOWN, *self.reading.absent):
             value = given.get(name)
             if value is not None and value is not False:
                 return None
         caches = (given.get(name) for name in _CACHES)
         cache = next((found for found in caches if found is not None), None)
-        if cache is not None and not _is_empty(cache, module.layer_idx):
-            return None
-        if self._may_clip and module.config.clip_qkv is not None:
-            return None
+        if cache is not None:
+            if not self.reading.has_cache or not _is_empty(cache, module.layer_idx):
+                return None
         function = module.config._attn_implementation
         mask, is_causal = given.get("attention_mask"), False
         if function == "sdpa":
             if self._interface["sdpa"] is not self._sdpa:
                 return None
-            flag = given.get("is_causal")
+            flag = self.reading.is_causal
+            flag = given.get("is_causal") if flag is None else flag
             is_causal = getattr(module, "is_causal", True) if flag is None else flag
         elif function != "eager" or not self._eager or gives_weights:
-            return None
-        elif "is_upcast" in self.names and getattr(module, self.names["is_upcast"]):
             return None
         if mask is not None and not isinstance(mask, Tensor):
             return None
         tables: tuple[Tensor, ...] = ()
         rotary_dim = None
-        if self._rotation is not None:
-            tables = tuple(given["position_embeddings"])
+        if self.reading.rotation is not None:
+            tables = given.get("position_embeddings") or ()
+            if len(tables) != 2:
+                return None
+            tables = tuple(tables)
             rotary_dim = tables[0].shape[-1]
-            if self._rotation.is_by_pair:
+            if self.reading.rotation.is_by_pair:
                 tables = tuple(table[..., : rotary_dim // 2] for table in tables)
         if mask is None:
             choice = (False, bool(is_causal), rotary_dim, cache is not None, False)
@@ -228,7 +200,7 @@ class TimmAttention(AttentionCall):
     """A module of timm."""
 
     def __init__(self, module: nn.Module, names: Names) -> None:
-        super().__init__({"head_dim": "head_dim", **names})
+        self.names = names
         self._may_rotate = "prefix" in names
         if self._may_rotate:
             check_rotation_of_timm(class_of(module).forward.__globals__)
@@ -236,6 +208,15 @@ class TimmAttention(AttentionCall):
 
     def rotary_dims(self, module: Any) -> list[int | None]:
         return [None, module.head_dim] if self._may_rotate else [None]
+
+    def head_dim(self, module: Any) -> int:
+        return int(module.head_dim)
+
+    def scale(self, module: Any) -> float:
+        return float(getattr(module, self.names["scaling"]))
+
+    def p(self, module: Any) -> float:
+        return float(getattr(module, self.names["dropout_module"]).p)
 
     def widths(self, module: Any) -> tuple[int, int]:
         kv_heads = getattr(module, self.names.get("num_kv_heads", "num_heads"))
@@ -320,14 +301,6 @@ def _tables_of_timm(rope: Tensor, prefix: int) -> tuple[Tensor, Tensor]:
     return torch.cat([cos.new_ones(shape), cos]), torch.cat([sin.new_zeros(shape), sin])
 
 
-def _product(module: Any) -> FusibleOperation:
-    """The product of a `torch.nn.Linear`, or of a module that computes the same."""
-    found = [] if is_torch(module, nn.Linear) else part(module)
-    if len(found) == 1 and isinstance(found[0], BorrowedLinear | BorrowedLoRALinear):
-        return found[0]
-    return products(module)
-
-
 def _norms_of(
     modules: Sequence[nn.Module], attention: BorrowedAttention, is_whole: bool
 ) -> BorrowedQKNorm:
@@ -344,10 +317,8 @@ def _norms_of(
 def find_attention(module: nn.Module, called: nn.Module | None = None) -> AttentionCall:
     """What is known of an attention module that is called itself, or by a module that is called.
     FuseUnfit for another one."""
-    names = names_of_transformers(module)
-    if names is not None:
-        return TransformersAttention(module, names, module if called is None else called)
     names = names_of_timm(module)
     if names is not None and called is None:
         return TimmAttention(module, names)
-    raise FuseUnfit(f"the forward of {name_of(module)} is not known")
+    reading = read_attention(module, forward_of(module))
+    return TransformersAttention(module, reading, module if called is None else called)

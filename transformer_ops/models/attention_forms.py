@@ -26,282 +26,12 @@ __all__ = [
     "known_sdpa",
     "names_around",
     "names_of_timm",
-    "names_of_transformers",
-    "rotation",
+    "rotation_of",
 ]
 
-# ---- the forward of transformers' modules
-
-_HEAD = choices(
-    "I = H.shape[:-1]\nS = (*I, -1, self.any_head_dim)",
-    "B, T, Z = H.size()",
-    "I = H.shape[:-1]\nS = (*I, -1, 3 * self.any_head_dim)",
-)
-
-
-def _projections(view: str) -> str:
-    lines = (f"{x} = self.any_{n}(H).view({view}).transpose(1, 2)" for x, n in PARTS)
-    return "\n".join(lines)
-
-
 PARTS = (("Q", "query"), ("K", "key"), ("V", "value"))
-_QUERY_KEY_VALUE = choices(
-    _projections("S"),
-    _projections("*S"),
-    # Qwen3: norms of heads.
-    """
-    Q = self.any_query_norm(self.any_query(H).view(S)).transpose(1, 2)
-    K = self.any_key_norm(self.any_key(H).view(S)).transpose(1, 2)
-    V = self.any_value(H).view(S).transpose(1, 2)
-    """,
-    # Gemma 3: the same, later.
-    _projections("S") + "\nQ = self.any_query_norm(Q)\nK = self.any_key_norm(K)",
-    # OLMo 2: norms of all heads together.
-    """
-    Q = self.any_whole_query_norm(self.any_query(H))
-    K = self.any_whole_key_norm(self.any_key(H))
-    V = self.any_value(H)
-    Q = Q.view(S).transpose(1, 2)
-    K = K.view(S).transpose(1, 2)
-    V = V.view(S).transpose(1, 2)
-    """,
-    # CLIP
-    """
-    Q = self.any_query(H)
-    K = self.any_key(H)
-    V = self.any_value(H)
-    Q = Q.view(S).transpose(1, 2)
-    K = K.view(S).transpose(1, 2)
-    V = V.view(S).transpose(1, 2)
-    """,
-    # Phi-3: one product.
-    """
-    X = self.any_packed(H)
-    R = self.config.num_attention_heads * self.any_head_dim
-    Q = X[..., :R]
-    K = X[..., R:R + self.num_key_value_heads * self.any_head_dim]
-    V = X[..., R + self.num_key_value_heads * self.any_head_dim:]
-    Q = Q.view(S).transpose(1, 2)
-    K = K.view(S).transpose(1, 2)
-    V = V.view(S).transpose(1, 2)
-    """,
-)
-_IN_HEADS = "view(B, {}, self.any_{}, self.any_head_dim).transpose(1, 2)"
-_WITH_NUMBERS_OF_HEADS = choices(
-    # OPT: queries are scaled.
-    f"""
-    Q = self.any_query(H) * self.any_query_scaling
-    Q = Q.{_IN_HEADS.format(-1, "num_heads")}
-    K = self.any_key(H)
-    V = self.any_value(H)
-    K = K.{_IN_HEADS.format(-1, "num_heads")}
-    V = V.{_IN_HEADS.format(-1, "num_heads")}
-    """,
-    # StableLM
-    f"""
-    Q = self.any_query(H)
-    K = self.any_key(H)
-    V = self.any_value(H)
-    Q = Q.{_IN_HEADS.format("T", "num_heads")}
-    K = K.{_IN_HEADS.format("T", "num_kv_heads")}
-    V = V.{_IN_HEADS.format("T", "num_kv_heads")}
-    """,
-)
-# GPT-NeoX: the query, the key and the value of a head are next to each other.
-_BY_HEAD = choices(
-    """
-    X = self.any_packed_by_head(H).view(S).transpose(1, 2)
-    Q, K, V = X.chunk(3, dim=-1)
-    """
-)
-# Cohere's, with LayerNorms if an attribute says so.
-_WITH_LAYER_NORMS = choices(
-    """
-    Q = self.any_query(H).view(S)
-    K = self.any_key(H).view(S)
-    V = self.any_value(H).view(S)
-    if self.any_has_layer_norms:
-        Q = self.q_norm(Q)
-        K = self.k_norm(K)
-    Q = Q.transpose(1, 2)
-    K = K.transpose(1, 2)
-    V = V.transpose(1, 2)
-    """
-)
-# OLMo's, which are bounded if the configuration says so.
-_BOUNDED = choices(
-    """
-    Q = self.any_query(H)
-    K = self.any_key(H)
-    V = self.any_value(H)
-    if self.config.clip_qkv is not None:
-        Q.clamp_(min=-self.config.clip_qkv, max=self.config.clip_qkv)
-        K.clamp_(min=-self.config.clip_qkv, max=self.config.clip_qkv)
-        V.clamp_(min=-self.config.clip_qkv, max=self.config.clip_qkv)
-    Q = Q.view(S).transpose(1, 2)
-    K = K.view(S).transpose(1, 2)
-    V = V.view(S).transpose(1, 2)
-    """
-)
-# Phi's norms, which are no RMS norms.
-_LAYER_NORMS = choices(
-    """
-    if self.any_has_layer_norms:
-        Q = self.q_layernorm(Q)
-        K = self.k_layernorm(K)
-    """,
-    "",
-)
-_ROTATION = choices(
-    """
-    C, N = position_embeddings
-    Q, K = apply_rotary_pos_emb(Q, K, C, N)
-    """,
-    # SmolLM 3: in some layers.
-    """
-    if self.any_rotates:
-        C, N = position_embeddings
-        Q, K = apply_rotary_pos_emb(Q, K, C, N)
-    """,
-    # Phi: a part of each head, as wide as the tables.
-    """
-    C, N = position_embeddings
-    D, E = Q[..., :self.rotary_ndims], Q[..., self.rotary_ndims:]
-    G, J = K[..., :self.rotary_ndims], K[..., self.rotary_ndims:]
-    D, G = apply_rotary_pos_emb(D, G, C, N)
-    Q = torch.cat((D, E), dim=-1)
-    K = torch.cat((G, J), dim=-1)
-    """,
-    "",
-)
 
-
-def _with_each_cache(*texts: str) -> tuple[str, ...]:
-    """The texts for both names of the cache: that before transformers 5.24, and that since then."""
-    update, newer = "self.layer_idx)", "self.layer_idx, kwargs=kwargs)"
-    since = (text.replace("past_key_values", "cache").replace(update, newer) for text in texts)
-    return (*texts, *since)
-
-
-_CACHE = choices(
-    *_with_each_cache(
-        """
-        if past_key_values is not None:
-            K, V = past_key_values.update(K, V, self.layer_idx)
-        """,
-        """
-        if past_key_values is not None:
-            D = past_key_values
-            if isinstance(past_key_values, EncoderDecoderCache):
-                D = past_key_values.self_attention_cache
-            K, V = D.update(K, V, self.layer_idx)
-        """,
-    ),
-    """
-    if layer_past is not None:
-        K, V = layer_past.update(K, V, self.layer_idx)
-    """,
-    "",
-)
-_INTERFACE = choices(
-    """
-    A: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
-        self.config._attn_implementation, eager_attention_forward
-    )
-    """
-)
-_DROPOUTS = (
-    "0.0 if not self.training else self.any_dropout",
-    "self.any_dropout if self.training else 0.0",
-    "0.0 if not self.training else self.any_dropout_module.p",
-    "self.any_dropout_module.p if self.training else 0.0",
-)
-_OTHERS = (
-    "dropout={}, scaling=self.any_scaling, **kwargs",
-    "scaling=self.any_scaling, dropout={}, **kwargs",
-    "dropout={}, scaling=self.any_scaling, sliding_window=self.sliding_window, **kwargs",
-    "dropout={}, scaling=self.any_scaling, "
-    "sliding_window=getattr(self.config, 'sliding_window', None), **kwargs",
-    "is_causal=self.is_causal, scaling=self.any_scaling, dropout={}",
-    "dropout={}, scaling=1.0, **kwargs",
-    "dropout={}, scaling=self.any_scaling, position_ids=position_ids, **kwargs",
-)
-_CALL = choices(
-    *(
-        f"O, W = A(self, Q, K, V, attention_mask, {others.format(dropout)})"
-        for others in _OTHERS
-        for dropout in _DROPOUTS
-    )
-)
-_END = choices(
-    "O = O.reshape(*I, -1).contiguous()\nO = self.any_output(O)\nreturn O, W",
-    """
-    O = O.reshape(*I, -1).contiguous()
-    O = self.any_output(O)
-    O = nn.functional.dropout(O, p=self.any_last_dropout, training=self.training)
-    return O, W
-    """,
-    "O = O.reshape(*I, -1).contiguous()\nreturn O, W",
-    "O = O.reshape(B, T, -1).contiguous()\nO = self.any_output(O)\nreturn O, W",
-    "O = O.reshape(B, T, -1)\nO = self.any_output(O)\nreturn O, W",
-)
-_TRANSFORMERS = (
-    _HEAD,
-    (*_QUERY_KEY_VALUE, *_WITH_NUMBERS_OF_HEADS, *_BY_HEAD, *_WITH_LAYER_NORMS, *_BOUNDED),
-    _LAYER_NORMS,
-    _ROTATION,
-    _CACHE,
-    _INTERFACE,
-    _CALL,
-    _END,
-)
-
-# GPT-2: one product whose parts have the same width, or, for another sequence, two.
-_GPT2 = (
-    choices(
-        *_with_each_cache(
-            """
-        X = encoder_hidden_states is not None
-        if past_key_values is not None:
-            if isinstance(past_key_values, EncoderDecoderCache):
-                any_statements
-            else:
-                D = past_key_values
-        if X:
-            any_statements
-        else:
-            Q, K, V = self.any_packed(H).split(self.any_part_size, dim=2)
-            S = (*K.shape[:-1], -1, self.any_head_dim)
-            K = K.view(S).transpose(1, 2)
-            V = V.view(S).transpose(1, 2)
-        R = (*Q.shape[:-1], -1, self.any_head_dim)
-        Q = Q.view(R).transpose(1, 2)
-        if (past_key_values is not None and not X) or (
-            past_key_values is not None and X and not U
-        ):
-            K, V = D.update(K, V, self.layer_idx)
-            if X:
-                any_statements
-        E = self.config._attn_implementation == "eager"
-        A: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
-            self.config._attn_implementation, eager_attention_forward
-        )
-        if E and self.any_is_upcast:
-            any_statements
-        else:
-            O, W = A(
-                self, Q, K, V, attention_mask,
-                dropout=self.any_dropout_module.p if self.training else 0.0,
-                scaling=self.any_scaling, **kwargs
-            )
-        O = O.reshape(*O.shape[:-2], -1).contiguous()
-        O = self.any_output(O)
-        O = self.any_last(O)
-        return O, W
-        """
-        )
-    ),
-)
+# ---- the forward of timm's modules
 
 
 def _one_or_three(one: str, kv_heads: str, head_dim: str) -> str:
@@ -397,6 +127,14 @@ _TIMM = (
         """
     ),
 )
+
+
+def _with_each_cache(*texts: str) -> tuple[str, ...]:
+    """The texts for both names of the cache: that before transformers 5.24, and that since then."""
+    update, newer = "self.layer_idx)", "self.layer_idx, kwargs=kwargs)"
+    since = (text.replace("past_key_values", "cache").replace(update, newer) for text in texts)
+    return (*texts, *since)
+
 
 # BERT: the sum with the input, and its norm, in a module around it.
 _AROUND: tuple[Choices, ...] = (
@@ -574,13 +312,6 @@ def forward_of(module: nn.Module) -> Any:
     return found.__wrapped__ if getattr(found, "__code__", None) is code else found
 
 
-def names_of_transformers(module: nn.Module) -> Names | None:
-    """The parts of an attention module of transformers; None of another one."""
-    forward = forward_of(module)
-    found = match_groups(forward, _TRANSFORMERS)
-    return match_groups(forward, _GPT2) if found is None else found
-
-
 def names_of_timm(module: nn.Module) -> Names | None:
     """The parts of an attention module of timm; None of another one."""
     return match_groups(class_of(module).forward, _TIMM)
@@ -598,20 +329,20 @@ class Rotation(NamedTuple):
     is_by_pair: bool
 
 
-def rotation(known: Mapping[str, Any]) -> Rotation:
-    """How the function of a module rotates, by the globals of the module. FuseSkip for another
-    one."""
-    apply: Any = known.get("apply_rotary_pos_emb")
-    rotate = known.get("rotate_half")
-    is_whole = match_groups(apply, (*_BEGIN_ROTATION, *_END_ROTATION)) is not None
-    by_pair = (*_BEGIN_ROTATION, _BY_PAIR, *_END_ROTATION)
-    if is_whole or match_groups(apply, by_pair) is not None:
+def rotation_of(apply: Any) -> tuple[Rotation, Names] | None:
+    """How a function rotates queries and keys, and the names of what it takes; None for another
+    function."""
+    rotate = getattr(apply, "__globals__", {}).get("rotate_half")
+    for is_by_pair, middle in ((False, ()), (True, (_BY_PAIR,))):
+        names = match_groups(apply, (*_BEGIN_ROTATION, *middle, *_END_ROTATION))
+        if names is None:
+            continue
         for is_interleaved, forms in ((False, _HALVES), (True, _NEIGHBORS)):
             if any(names_in(rotate, form) is not None for form in forms):
                 # A number for each pair, of pairs that are apart, would be another rotation.
-                if is_whole or is_interleaved:
-                    return Rotation(is_interleaved, not is_whole)
-    raise FuseSkip("its rotation of queries and keys is not known")
+                if is_interleaved or not is_by_pair:
+                    return Rotation(is_interleaved, is_by_pair), names
+    return None
 
 
 def check_rotation_of_timm(known: Mapping[str, Any]) -> None:

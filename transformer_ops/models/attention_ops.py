@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -17,8 +16,6 @@ from ..ops.make_extra_output import MakeExtraOutput
 from ..ops.rope import RoPE
 from ..views import BorrowedPackedLinear, BorrowedRMSNorm
 from .facts import Facts, Watcher
-from .pattern import Names
-from .whole import check_number
 
 __all__ = [
     "AttentionCall",
@@ -50,8 +47,22 @@ class AttentionInputs(NamedTuple):
 class AttentionCall:
     """What is known of an attention module: its ops, and what a call of it gives them."""
 
-    def __init__(self, names: Names) -> None:
-        self.names = names
+    @property
+    def by_head(self) -> bool:
+        """Whether query, key and value of each head are next to each other."""
+        return False
+
+    def head_dim(self, module: Any) -> int:
+        """The numbers of a head."""
+        raise NotImplementedError
+
+    def scale(self, module: Any) -> float:
+        """The factor of scores."""
+        raise NotImplementedError
+
+    def p(self, module: Any) -> float:
+        """The probability that a weight is dropped."""
+        raise NotImplementedError
 
     def rotary_dims(self, module: Any) -> list[int | None]:
         """How many numbers of a head calls usually rotate; None for calls without tables."""
@@ -99,8 +110,8 @@ class AttentionCall:
     def fill(self, module: Any, cache: Any, rows: Tensor) -> None:
         """Gives keys and values in rows of queries, keys and values to an empty cache."""
         query, key = self.widths(module)
-        head_dim = getattr(module, self.names["head_dim"])
-        if "packed_by_head" in self.names:
+        head_dim = self.head_dim(module)
+        if self.by_head:
             heads = rows.unflatten(-1, (-1, 3 * head_dim)).transpose(1, 2)
             _, *found = heads.chunk(3, dim=-1)
         else:
@@ -111,10 +122,6 @@ class AttentionCall:
         cache.update(*found, module.layer_idx)
 
 
-# Attributes of attention modules that ops read.
-_NUMBERS = ("head_dim", "scaling", "query_scaling", "dropout")
-
-
 class BorrowedAttention(Watcher, Borrowed, Attention):
     """The attention of a module, between its products."""
 
@@ -123,11 +130,7 @@ class BorrowedAttention(Watcher, Borrowed, Attention):
 
     def __init__(self, owner: nn.Module, call: AttentionCall) -> None:
         super().__init__(owner)
-        own, names = self.__dict__, call.names
-        own["_names"], own["call"] = names, call
-        own["_watched"] = tuple(names[name] for name in _NUMBERS if name in names)
-        for name in self._watched:
-            check_number(owner, name)
+        self.__dict__["call"] = call
         self.choose((False, False, None, False, False))
 
     @property
@@ -164,7 +167,7 @@ class BorrowedAttention(Watcher, Borrowed, Attention):
 
     @property
     def head_dim(self) -> int:  # type: ignore[override]
-        return int(getattr(self._parameter_owner, self.__dict__["_names"]["head_dim"]))
+        return self.call.head_dim(self._parameter_owner)
 
     @property
     def num_heads(self) -> int:  # type: ignore[override]
@@ -176,20 +179,15 @@ class BorrowedAttention(Watcher, Borrowed, Attention):
 
     @property
     def scale(self) -> float | None:  # type: ignore[override]
-        names = self.__dict__["_names"]
-        factors = [names[name] for name in ("scaling", "query_scaling") if name in names]
-        return math.prod(float(getattr(self._parameter_owner, name)) for name in factors)
+        return self.call.scale(self._parameter_owner)
 
     @property
     def p(self) -> float:  # type: ignore[override]
-        names = self.__dict__["_names"]
-        if "dropout_module" in names:
-            return float(getattr(self._parameter_owner, names["dropout_module"]).p)
-        return float(getattr(self._parameter_owner, names["dropout"]))
+        return self.call.p(self._parameter_owner)
 
     @property
     def by_head(self) -> bool:  # type: ignore[override]
-        return "packed_by_head" in self.__dict__["_names"]
+        return self.call.by_head
 
     @property
     def causal(self) -> bool:  # type: ignore[override]
