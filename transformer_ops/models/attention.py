@@ -67,7 +67,8 @@ class TransformersAttention(AttentionCall):
 
     def __init__(self, module: nn.Module, reading: Reading, called: nn.Module) -> None:
         self.reading = reading
-        self._parameters = tuple(inspect.signature(class_of(called).forward).parameters)[2:]
+        names = tuple(inspect.signature(class_of(called).forward).parameters)
+        self._first, self._parameters = names[1], names[2:]
         self._interface = reading.interface
         self._sdpa = known_sdpa(self._interface)
         self._eager = reading.has_eager and is_known_eager(reading.eager)
@@ -134,16 +135,17 @@ class TransformersAttention(AttentionCall):
         if len(layers) == 1:
             return product(layers[0])
         found = list(map(linear, layers))
-        if len({one.bias is None for one in found}) > 1:
-            raise FuseSkip("some of its products have a bias, and some have none")
         if len(dtypes_of(*found)) > 1:
             raise FuseSkip("its products have different dtypes")
-        return products(*layers)
+        return _side_by_side(layers, found)
 
     def inputs(
         self, module: Any, args: Sequence[Any], kwargs: Mapping[str, Any], gives_weights: bool
     ) -> AttentionInputs | None:
         given = {**dict(zip(self._parameters, args, strict=False)), **kwargs}
+        # The tensor that ops take has another name.
+        if self._first in kwargs:
+            return None
         for name in (*_UNKNOWN, *self.reading.absent):
             value = given.get(name)
             if value is not None and value is not False:
@@ -230,6 +232,7 @@ class TimmAttention(AttentionCall):
         dropout = getattr(module, self.names["dropout_module"])
         if not module.fused_attn and not is_torch(dropout, nn.Dropout):
             raise FuseSkip(f"{name_of(dropout)} is not a torch.nn.Dropout")
+        check_number(module, self.names["scaling"])
         attention = BorrowedAttention(module, self)
         heads = attention.num_heads, attention.num_kv_heads
         if "groups" in self.names and heads[0] != heads[1] * getattr(module, self.names["groups"]):
@@ -251,10 +254,7 @@ class TimmAttention(AttentionCall):
             found = list(map(linear, layers))
             if [weight_of(one).shape[0] for one in found] != [query, key, key]:
                 raise FuseSkip("its products are not as wide as its heads")
-            has_bias = [one.bias is not None for one in found]
-            if len({*has_bias}) == 1 or layers != found:
-                return [products(*layers)]
-            return [NoKeyBias(*found)]
+            return [_side_by_side(layers, found)]
         packed = linear(module.qkv)
         if weight_of(packed).shape[0] != query + 2 * key:
             raise FuseSkip("its product is not as wide as its heads")
@@ -301,6 +301,16 @@ def _tables_of_timm(rope: Tensor, prefix: int) -> tuple[Tensor, Tensor]:
     return torch.cat([cos.new_ones(shape), cos]), torch.cat([sin.new_zeros(shape), sin])
 
 
+def _side_by_side(layers: Sequence[nn.Module], found: Sequence[nn.Linear]) -> FusibleOperation:
+    """The products of queries, keys and values, of which that for keys may have no bias."""
+    has_bias = [one.bias is not None for one in found]
+    if has_bias == [True, False, True] and list(layers) == list(found):
+        return NoKeyBias(*found)
+    if len({*has_bias}) > 1:
+        raise FuseSkip("some of its products have a bias, and some have none")
+    return products(*layers)
+
+
 def _norms_of(
     modules: Sequence[nn.Module], attention: BorrowedAttention, is_whole: bool
 ) -> BorrowedQKNorm:
@@ -308,6 +318,11 @@ def _norms_of(
     query, key = found
     if not isinstance(query, BorrowedRMSNorm) or not isinstance(key, BorrowedRMSNorm):
         raise FuseSkip(f"{name_of(modules[0])} is no RMS norm that ops know")
+    widths = [attention.head_dim] * 2
+    if is_whole:
+        widths = list(attention.call.widths(attention.module))
+    if [one.normalized_shape for one in (query, key)] != [(width,) for width in widths]:
+        raise FuseSkip("its norms of queries and keys have other weights")
     same = (query.eps, query.zero_centered_gamma) == (key.eps, key.zero_centered_gamma)
     if query.weight is None or key.weight is None or not same:
         raise FuseSkip("its norms of queries and keys differ, or have no weight")

@@ -208,6 +208,11 @@ _END_ROTATION = (
         X = (Q.float() * C) + (rotate_half(Q).float() * N)
         Y = (K.float() * C) + (rotate_half(K).float() * N)
         """,
+        # ModernBERT
+        """
+        X = Q.float() * C + rotate_half(Q.float()) * N
+        Y = K.float() * C + rotate_half(K.float()) * N
+        """,
         _PARTS_OF_HEADS
         + """
 X = torch.cat([(D * C) + (rotate_half(D) * N), E], dim=-1)

@@ -214,7 +214,9 @@ class _Reader:
 
     def read(self) -> Reading:
         """What it computes; _Unknown for what is no attention that ops know."""
-        names = list(inspect.signature(self.function).parameters)
+        parameters = inspect.signature(self.function).parameters
+        names = list(parameters)
+        self.defaults = {name: one.default for name, one in parameters.items()}
         given: dict[str, Any] = {name: _Given(name) for name in names[2:]}
         given |= {name: None for name in _CACHES if name in given and not self.has_cache}
         given |= {names[0]: _Object(()), names[1]: _Rows(torch.empty(0))}
@@ -359,8 +361,10 @@ class _Reader:
         columns = [one[0] for one in (query, key, value)]
         if {one.shape[1] for one in columns} != {head_dim} or len(columns[1]) != len(columns[2]):
             raise _Unknown("its keys and values have different widths")
-        products, by_head = self.packed(columns, head_dim)
+        products, by_head = self.packed(columns)
         before, scale = self.before(query, key, value)
+        if by_head and any(step[0] == "norm" for step in before):
+            raise _Unknown("it normalizes heads that are not side by side")
         given = kwargs.get("scaling")
         p = kwargs.get("dropout", 0.0)
         if not isinstance(p, int | float) or (p and not self.is_training):
@@ -405,7 +409,7 @@ class _Reader:
             raise _Unknown("its heads are different ones")
         return first % _COLUMNS, [self.steps[i] for i in number[0].tolist()]
 
-    def packed(self, columns: Sequence[Tensor], dim: int) -> tuple[tuple[Path, ...], bool]:
+    def packed(self, columns: Sequence[Tensor]) -> tuple[tuple[Path, ...], bool]:
         """The products whose rows are these columns, side by side or head by head."""
         ends = list(itertools.accumulate(width for _, width in self.products))
         used = torch.cat([one.flatten() for one in columns])
@@ -430,7 +434,7 @@ class _Reader:
         (columns, query), (key_columns, key), (_, value) = parts
         if any(steps != _PRODUCT for steps in value):
             raise _Unknown("it does something to values")
-        scale, found = 1.0, []
+        scale, found, rotated = 1.0, [], []
         for steps in (query, key):
             first, rest = steps[0][1:], {one[1:] for one in steps}
             plain = tuple(step for step in first if step != ("rotation",))
@@ -439,12 +443,14 @@ class _Reader:
             is_rotated = [one[1:] == first for one in steps]
             if is_rotated != sorted(is_rotated, reverse=True):
                 raise _Unknown("it rotates other parts of heads")
+            rotated.append(is_rotated)
             kinds = [step[0] for step in first]
             if "scale" in kinds and "norm" in kinds[kinds.index("scale") :]:
                 raise _Unknown("it normalizes what is scaled")
             scale *= math.prod(step[1] for step in first if step[0] == "scale")
             found.append([step for step in first if step[0] != "scale"])
-        if [step[0] for step in found[0]] != [step[0] for step in found[1]]:
+        kinds, others = ([step[0] for step in one] for one in found)
+        if kinds != others or rotated[0] != rotated[1]:
             raise _Unknown("queries and keys are made in different ways")
         made: list[Step] = []
         for one, other in zip(*found, strict=True):
@@ -529,6 +535,8 @@ class _Frame:
                 raise _Unknown("it asks for its mask")
             if found.name in _CACHES:
                 return self.reader.has_cache
+            if self.reader.defaults[found.name] not in (None, False, inspect.Parameter.empty):
+                raise _Unknown(f"{found.name} is given by default")
             self.reader.absent.add(found.name)
             return False
         if found is _MAYBE:

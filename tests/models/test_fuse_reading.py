@@ -1,0 +1,167 @@
+"""Ways to write attention: `fuse` reads what the statements do to the numbers of a row."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fuse_models import fused_rules
+from test_fuse_transformers import TOKENS, make
+
+import transformer_ops as tops
+
+pytestmark = pytest.mark.takes(seconds=15)
+
+FORWARD = """
+def forward(
+    self, hidden_states, position_embeddings=None, attention_mask=None, cache=None, flag={flag},
+    **kwargs,
+):
+    shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+    {products}
+    cos, sin = position_embeddings
+    {rotation}
+    if cache is not None:
+        k, v = cache.update(k, v, self.layer_idx, kwargs=kwargs)
+    attention = ALL_ATTENTION_FUNCTIONS.get_interface(
+        self.config._attn_implementation, eager_attention_forward
+    )
+    {before}
+    o, w = attention(
+        self, q, k, v, attention_mask, dropout=self.attention_dropout if self.training else 0.0,
+        scaling={scaling}, **kwargs,
+    )
+    {after}
+    return {result}
+"""
+PARTS = {
+    "flag": "None",
+    "products": "q, k, v = (self.q_proj(hidden_states), self.k_proj(hidden_states), "
+    "self.v_proj(hidden_states))\n"
+    "q, k, v = q.view(shape).transpose(1, 2), k.view(shape).transpose(1, 2), "
+    "v.view(shape).transpose(1, 2)",
+    "rotation": "q, k = apply_rotary_pos_emb(q, k, cos, sin)",
+    "before": "pass",
+    "scaling": "self.scaling",
+    "after": "o = self.o_proj(o.reshape(*hidden_states.shape[:-1], -1))",
+    "result": "o, w",
+}
+IN_ROWS = PARTS["products"].replace(".transpose(1, 2)", "")
+# What differs from Llama's statements -> these compute attention as ops know it.
+READ: dict[str, dict[str, str]] = {
+    "nothing": {},
+    "permuted": {"products": PARTS["products"].replace("transpose(1, 2)", "permute(0, 2, 1, 3)")},
+    "rotated before the transposition": {
+        "products": IN_ROWS,
+        "rotation": "q, k = apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=2)\n"
+        "q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.swapaxes(1, 2)",
+    },
+    "scaled queries": {"before": "q = q * self.scaling", "scaling": "1.0"},
+    "scaled keys, divided": {"before": "k = k / 2", "scaling": "2 * self.scaling"},
+    "heads joined": {
+        "before": "v = torch.cat([v[:, :1], v[:, 1:]], 1)",
+    },
+    "a branch": {"before": "if flag is not None:\n    q = q + flag"},
+    "a method": {"after": "o = self.o_proj(self.join(o))"},
+}
+# These do not, or nobody knows.
+NOT_READ: dict[str, dict[str, str]] = {
+    "heads in another order": {"before": "q = q.flip(1)"},
+    "heads swapped": {"before": "q = torch.cat([q[:, 1:], q[:, :1]], 1)"},
+    "numbers of a head swapped": {"before": "v = torch.cat([v[..., 4:], v[..., :4]], -1)"},
+    "keys for values": {"before": "v = k"},
+    "rows mixed": {"before": "q = q.reshape(q.shape[0], -1, 4, self.head_dim).transpose(1, 2)"},
+    "scaled values": {"before": "v = v * 2"},
+    "scaled in part": {"before": "q = torch.cat([q[..., :4] * 2, q[..., 4:]], -1)"},
+    "something added": {"before": "q = q + 1"},
+    "rotated in the other order": {"rotation": "k, q = apply_rotary_pos_emb(k, q, sin, cos)"},
+    "rotated twice": {"rotation": PARTS["rotation"] + "\n" + PARTS["rotation"]},
+    "only queries rotated": {"rotation": "q, _ = apply_rotary_pos_emb(q, k, cos, sin)"},
+    "tables in part": {
+        "rotation": "a, b = apply_rotary_pos_emb(q[..., :4], k[..., :4], cos[..., :4], "
+        "sin[..., :4])\n"
+        "q, k = torch.cat([a, q[..., 4:]], -1), torch.cat([b, k[..., 4:]], -1)",
+    },
+    "an argument that is given by default": {"flag": "2", "before": "if flag:\n    q = q * 2"},
+    "a size decides": {"before": "if q.shape[2] > 4:\n    q = q * 2"},
+    "halves of the result swapped": {
+        "after": "o = o.reshape(*hidden_states.shape[:-1], -1)\n"
+        "o = self.o_proj(torch.cat([o[..., 16:], o[..., :16]], -1))",
+    },
+    "a scaled result": {"after": PARTS["after"] + "\no = o * 1.5"},
+    "changed in place": {"before": "q *= 2"},
+}
+
+
+def changed(texts: dict[str, str], folder: Path) -> type[Any]:
+    """A class of attention of Llama with other statements."""
+    parts = PARTS | texts
+    filled = {k: textwrap.indent(textwrap.dedent(v), "    ").strip() for k, v in parts.items()}
+    forward = textwrap.indent(FORWARD.format(**filled), "    ")
+    text = (
+        "import torch\nfrom transformers.models.llama.modeling_llama import *\n"
+        "from transformers.models.llama.modeling_llama import (ALL_ATTENTION_FUNCTIONS, "
+        "LlamaAttention, apply_rotary_pos_emb, eager_attention_forward)\n"
+        "class Changed(LlamaAttention):\n"
+        f"{forward}\n"
+        "    def join(self, o):\n        return o.flatten(2)\n"
+    )
+    (folder / "changed.py").write_text(text)
+    spec = importlib.util.spec_from_file_location("changed", folder / "changed.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    kind: type[Any] = module.Changed
+    return kind
+
+
+def pair(texts: dict[str, str], folder: Path) -> tuple[Any, Any, tops.FuseReport]:
+    plain: Any = make("Llama")
+    kind = changed(texts, folder)
+    for layer in plain.model.layers:
+        layer.self_attn.__class__ = kind
+    model = copy.deepcopy(plain)
+    return plain, model, tops.fuse(model)
+
+
+def assert_same(plain: Any, model: Any) -> None:
+    found = []
+    for one in (plain, model):
+        one.train()(input_ids=TOKENS, labels=TOKENS, use_cache=False).loss.backward()
+        found.append([parameter.grad for parameter in one.parameters()])
+    for want, own in zip(*found, strict=True):
+        torch.testing.assert_close(own, want, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", READ)
+def test_what_is_read(name: str, tmp_path: Path) -> None:
+    plain, model, report = pair(READ[name], tmp_path)
+    assert fused_rules(report)["layer"] == 2
+    assert_same(plain, model)
+    assert all("Attention" in str(layer.fused.explain()) for layer in model.model.layers)
+
+
+@pytest.mark.parametrize("name", NOT_READ)
+def test_what_is_not_read(name: str, tmp_path: Path) -> None:
+    """Statements run, and the numbers are theirs."""
+    plain, model, report = pair(NOT_READ[name], tmp_path)
+    assert "layer" not in fused_rules(report)
+    assert_same(plain, model)
+
+
+def test_attributes_that_change(tmp_path: Path) -> None:
+    """What was read of one module serves another one only if their attributes are the same."""
+    plain, model, report = pair(READ["scaled queries"], tmp_path)
+    for one in (plain, model):
+        assert_same(one, one)
+        one.zero_grad()
+        one.model.layers[1].self_attn.scaling = 0.1
+    assert_same(plain, model)
+    texts = [str(layer.fused.explain()) for layer in model.model.layers]
+    assert "0.1" in texts[1] and "0.1" not in texts[0]
+    assert not report.skipped
