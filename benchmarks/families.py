@@ -193,7 +193,10 @@ def survey(kind: str, only: Iterable[str]) -> list[FamilyRow]:
     rows = []
     for name in tqdm(wanted, desc=kind, file=sys.stderr):
         signal.alarm(SLOWEST)
-        rows.append(row_of(kind, name, families[name]))
+        try:
+            rows.append(row_of(kind, name, families[name]))
+        except TimeoutError as why:
+            rows.append(FamilyRow(name, failed=str(why)))
         signal.alarm(0)
         tqdm.write(str(rows[-1]), file=sys.stdout)
         sys.stdout.flush()

@@ -1,0 +1,398 @@
+"""The statements of an attention module, run on the places of numbers in place of numbers.
+
+A tensor is one of integers here: each says which row and column of the products a number comes
+from, and what was done to it since. So views, slices and concatenations are torch's own, however a
+`forward` writes them.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import inspect
+import math
+import operator
+import types
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .reads import value_of_name
+from .statements import body_of, function_of
+
+__all__ = [
+    "CACHES",
+    "MASK",
+    "PLAIN",
+    "TABLES",
+    "UNKNOWN",
+    "WEIGHTS",
+    "Frame",
+    "Given",
+    "Interface",
+    "Owned",
+    "Path",
+    "Rows",
+    "Unknown",
+]
+
+Path = tuple[str, ...]
+CACHES = ("cache", "past_key_values", "layer_past")
+TABLES, MASK = "position_embeddings", "attention_mask"
+
+
+class Unknown(Exception):
+    """A statement that says nothing about attention as ops know it."""
+
+
+@dataclass(frozen=True)
+class Owned:
+    """What is reached from the module by attributes."""
+
+    path: Path
+
+
+@dataclass(frozen=True)
+class Given:
+    """An argument of the call, or an element of it."""
+
+    name: str
+    element: int | None = None
+
+
+@dataclass(frozen=True)
+class Interface:
+    table: Any
+    eager: Any
+
+
+@dataclass(eq=False)
+class Rows:
+    """The places of numbers: `(steps * _ROWS + row) * _COLUMNS + column`."""
+
+    at: Tensor
+
+
+# The second result of attention, and what nobody knows.
+WEIGHTS, UNKNOWN = object(), object()
+_OPERATORS: dict[type, Callable[..., Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+    ast.USub: operator.neg,
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.Is: operator.is_,
+    ast.IsNot: operator.is_not,
+    ast.In: lambda a, b: a in b,
+    ast.NotIn: lambda a, b: a not in b,
+}
+_VIEWS = {"chunk", "dim", "expand", "flatten", "movedim", "permute", "repeat_interleave", "reshape"}
+_VIEWS |= {"size", "split", "squeeze", "swapaxes", "transpose", "unbind", "unflatten", "unsqueeze"}
+_VIEWS |= {"view"}
+_CASTS = {"clone", "contiguous", "float", "to", "type", "type_as"}
+_JOINS = (torch.cat, torch.concat, torch.split, torch.chunk, torch.unbind, torch.transpose)
+_PURE = (int, float, bool, len, min, max, tuple, math.sqrt, math.prod)
+PLAIN = (bool, int, float, str, type(None))
+
+
+class Frame:
+    """The statements of one function that a `forward` runs."""
+
+    def __init__(self, reader: Any, function: Any, variables: dict[str, Any]) -> None:
+        self.reader, self.function, self.variables = reader, function, variables
+
+    def run(self) -> Any:
+        body = body_of(self.function)
+        if body is None:
+            raise Unknown("it has no source")
+        return self.statements(body)
+
+    def statements(self, body: Sequence[ast.stmt]) -> Any:
+        """Runs them, and returns what they return; the reader itself if they do not."""
+        for one in body:
+            if isinstance(one, ast.Return):
+                return None if one.value is None else self.value(one.value)
+            if isinstance(one, ast.If):
+                found = self.statements(one.body if self.truth(one.test) else one.orelse)
+                if found is not self.reader:
+                    return found
+            elif isinstance(one, ast.Assign) and len(one.targets) == 1:
+                self.assign(one.targets[0], self.value(one.value))
+            elif isinstance(one, ast.AnnAssign) and one.value is not None:
+                self.assign(one.target, self.value(one.value))
+            elif not isinstance(one, ast.Pass):
+                raise Unknown(f"what `{ast.unparse(one)[:60]}` does is not known")
+        return self.reader
+
+    def assign(self, target: ast.expr, value: Any) -> None:
+        if isinstance(target, ast.Name):
+            self.variables[target.id] = value
+            return
+        if not isinstance(target, ast.Tuple):
+            raise Unknown(f"`{ast.unparse(target)}` is assigned")
+        if value == Given(TABLES) and len(target.elts) == 2:
+            value = tuple(Given(TABLES, i) for i in range(2))
+        if not isinstance(value, tuple | list) or len(value) != len(target.elts):
+            raise Unknown(f"`{ast.unparse(target)}` is no tuple")
+        for inner, one in zip(target.elts, value, strict=True):
+            self.assign(inner, one)
+
+    def truth(self, node: ast.expr) -> bool:
+        found = self.value(node)
+        if isinstance(found, Given) and found.name != TABLES:
+            if found.name == MASK:
+                raise Unknown("it asks for its mask")
+            if found.name in CACHES:
+                return self.reader.has_cache
+            if self.reader.defaults[found.name] not in (None, False, inspect.Parameter.empty):
+                raise Unknown(f"{found.name} is given by default")
+            self.reader.absent.add(found.name)
+            return False
+        if found is UNKNOWN:
+            raise Unknown(f"`{ast.unparse(node)}` depends on the call")
+        return not isinstance(found, PLAIN) or bool(found)
+
+    def value(self, node: ast.expr) -> Any:
+        method = getattr(self, f"_{type(node).__name__}", None)
+        if method is None:
+            raise Unknown(f"what `{ast.unparse(node)[:60]}` is is not known")
+        return method(node)
+
+    # ---- expressions
+
+    def _Constant(self, node: ast.Constant) -> Any:
+        return node.value
+
+    def _Name(self, node: ast.Name) -> Any:
+        if node.id in self.variables:
+            return self.variables[node.id]
+        found = value_of_name(self.function, node.id)
+        if found is None:
+            raise Unknown(f"{node.id} is not known")
+        return found
+
+    def _Attribute(self, node: ast.Attribute) -> Any:
+        owner, name = self.value(node.value), node.attr
+        if isinstance(owner, Owned):
+            return self.reader.attribute((*owner.path, name))
+        if isinstance(owner, Rows):
+            if owner is self.reader.input and name == "shape":
+                return (self.reader.batch, self.reader.length, UNKNOWN)
+            if name in ("dtype", "device"):
+                return UNKNOWN
+            if name == "shape":
+                return tuple(owner.at.shape)
+        if isinstance(owner, types.ModuleType):
+            return getattr(owner, name)
+        raise Unknown(f"what `{ast.unparse(node)}` is is not known")
+
+    def _Tuple(self, node: ast.Tuple | ast.List) -> Any:
+        return tuple(self.many(node.elts))
+
+    _List = _Tuple
+
+    def many(self, nodes: Sequence[ast.expr]) -> list[Any]:
+        found: list[Any] = []
+        for one in nodes:
+            if isinstance(one, ast.Starred):
+                inner = self.value(one.value)
+                if inner == Given(TABLES):
+                    inner = tuple(Given(TABLES, i) for i in range(2))
+                if not isinstance(inner, tuple | list):
+                    raise Unknown(f"`{ast.unparse(one)}` is no tuple")
+                found += inner
+            else:
+                found.append(self.value(one))
+        return found
+
+    def _Subscript(self, node: ast.Subscript) -> Any:
+        owner, index = self.value(node.value), self.value(node.slice)
+        if isinstance(owner, Rows) and owner is not self.reader.input:
+            return Rows(owner.at[index])
+        if isinstance(owner, tuple | list) and isinstance(index, int | slice):
+            return owner[index]
+        if owner == Given(TABLES) and index in (0, 1):
+            return Given(TABLES, index)
+        raise Unknown(f"what `{ast.unparse(node)}` is is not known")
+
+    def _Slice(self, node: ast.Slice) -> slice:
+        return slice(*(one and self.value(one) for one in (node.lower, node.upper, node.step)))
+
+    def _UnaryOp(self, node: ast.UnaryOp) -> Any:
+        if isinstance(node.op, ast.Not):
+            return not self.truth(node.operand)
+        found = self.value(node.operand)
+        if not isinstance(found, int | float):
+            raise Unknown(f"what `{ast.unparse(node)}` is is not known")
+        return _OPERATORS[type(node.op)](found)
+
+    def _BinOp(self, node: ast.BinOp) -> Any:
+        first, second = self.value(node.left), self.value(node.right)
+        kind = type(node.op)
+        if isinstance(second, Rows) and kind is ast.Mult:
+            first, second = second, first
+        is_number = isinstance(second, int | float)
+        if isinstance(first, Rows) and is_number and kind in (ast.Mult, ast.Div):
+            return self.reader.with_step(first, ("scale", _OPERATORS[kind](1.0, second)))
+        if kind not in _OPERATORS:
+            raise Unknown(f"what `{ast.unparse(node)[:60]}` is is not known")
+        is_shape = isinstance(first, tuple) and isinstance(second, tuple) and kind is ast.Add
+        if not is_shape and not (is_number and isinstance(first, int | float)):
+            raise Unknown(f"what `{ast.unparse(node)[:60]}` is is not known")
+        return _OPERATORS[kind](first, second)
+
+    def _BoolOp(self, node: ast.BoolOp) -> bool:
+        is_or = isinstance(node.op, ast.Or)
+        is_open = False
+        for one in node.values:
+            try:
+                if self.truth(one) is is_or:
+                    return is_or
+            except Unknown:
+                is_open = True
+        if is_open:
+            raise Unknown(f"`{ast.unparse(node)[:60]}` depends on the call")
+        return not is_or
+
+    def _Compare(self, node: ast.Compare) -> Any:
+        if len(node.ops) != 1:
+            raise Unknown(f"`{ast.unparse(node)}` is not known")
+        kind = type(node.ops[0])
+        first, second = (self.value(one) for one in (node.left, node.comparators[0]))
+        if second is None and kind in (ast.Is, ast.IsNot):
+            is_there = first is not None
+            if isinstance(first, Given):
+                is_there = first.name == TABLES or self.truth(node.left)
+            return is_there is (kind is ast.IsNot)
+        if UNKNOWN in (first, second):
+            return UNKNOWN
+        if not isinstance(first, PLAIN) or not isinstance(second, (*PLAIN, tuple)):
+            raise Unknown(f"`{ast.unparse(node)}` is not known")
+        return _OPERATORS[kind](first, second)
+
+    def _IfExp(self, node: ast.IfExp) -> Any:
+        return self.value(node.body if self.truth(node.test) else node.orelse)
+
+    # ---- calls
+
+    def _Call(self, node: ast.Call) -> Any:
+        args = self.many(node.args)
+        kwargs = {one.arg: self.value(one.value) for one in node.keywords if one.arg is not None}
+        if isinstance(node.func, ast.Attribute):
+            owner = self.value(node.func.value)
+            found = self.method(owner, node.func.attr, args, kwargs)
+            if found is not self.reader:
+                return found
+        function = self.value(node.func)
+        reader = self.reader
+        if isinstance(function, Interface):
+            return reader.attend(function, args, kwargs)
+        if isinstance(function, Owned):
+            if len(args) == 1 and isinstance(args[0], Rows) and not kwargs:
+                if reader.is_module(function.path):
+                    return reader.call_part(function.path, args[0])
+        if function in (getattr, hasattr):
+            return self.get(function, args)
+        if function is isinstance and args[0] in map(Given, CACHES):
+            return False
+        if function is nn.functional.dropout and len(args) == 1 and isinstance(args[0], Rows):
+            return self.dropout(node, args[0], kwargs)
+        if any(function is one for one in _JOINS):
+            return self.joined(function, args, kwargs)
+        if any(function is one for one in _PURE):
+            if all(isinstance(one, (*PLAIN, tuple)) for one in args) and not kwargs:
+                return function(*args)
+        if isinstance(function, types.FunctionType) and len(args) >= 2:
+            if all(isinstance(one, Rows) for one in args[:2]):
+                return reader.rotate(function, args, kwargs)
+        raise Unknown(f"what `{ast.unparse(node)[:60]}` does is not known")
+
+    def method(self, owner: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """A method of a tensor, a cache or the module; the reader for another function."""
+        reader = self.reader
+        if isinstance(owner, Rows):
+            if owner is reader.input:
+                if name == "size":
+                    shape = (reader.batch, reader.length, UNKNOWN)
+                    return shape[args[0]] if args else shape
+                raise Unknown(f"its input is changed by {name}")
+            if name in _CASTS:
+                return owner
+            if name in _VIEWS:
+                return self.joined(getattr(Tensor, name), (owner, *args), kwargs)
+            raise Unknown(f"{name} of a tensor is not known")
+        if isinstance(owner, Given) and owner.name in CACHES and name == "update":
+            if reader.cached is not None or args[2] != reader.attribute(("layer_idx",)):
+                raise Unknown("its cache is filled in another way")
+            reader.cached = tuple(one.at.data_ptr() for one in args[:2])
+            return args[0], args[1]
+        if name == "get_interface" and type(owner).__name__ == "AttentionInterface":
+            return Interface(owner, args[1])
+        if owner == Owned(()):
+            method = reader.look("method", (name,))
+            if isinstance(method, types.FunctionType):
+                if function_of(method) is not method:
+                    raise Unknown(f"{name} is wrapped")
+                bound = inspect.signature(method).bind(owner, *args, **kwargs)
+                bound.apply_defaults()
+                return Frame(reader, method, dict(bound.arguments)).run()
+        return reader
+
+    def joined(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """A function of torch that gives views of tensors, or joins them."""
+
+        def plain(one: Any) -> Any:
+            if one is self.reader.input or one is UNKNOWN:
+                raise Unknown("it divides its input")
+            if isinstance(one, tuple):
+                return tuple(map(plain, one))
+            return one.at if isinstance(one, Rows) else one
+
+        values = [plain(one) for one in (*args, *kwargs.values())]
+        allowed = (*PLAIN, Tensor)
+        for one in values:
+            for inner in one if isinstance(one, tuple) else (one,):
+                if not isinstance(inner, allowed):
+                    raise Unknown("a shape is not known")
+        split = len(args)
+        try:
+            found = function(*values[:split], **dict(zip(kwargs, values[split:], strict=True)))
+        except (RuntimeError, TypeError, IndexError) as error:
+            raise Unknown(str(error)) from None
+        if isinstance(found, tuple | list):
+            return tuple(Rows(one) if isinstance(one, Tensor) else one for one in found)
+        return Rows(found) if isinstance(found, Tensor) else found
+
+    def get(self, function: Any, args: Sequence[Any]) -> Any:
+        owner, name = args[:2]
+        if not isinstance(owner, Owned):
+            raise Unknown("it asks for an attribute of something else")
+        has = self.reader.look("has", (*owner.path, name))
+        if function is builtins.hasattr:
+            return has
+        if not has and len(args) < 3:
+            raise Unknown(f"it has no {name}")
+        return self.reader.attribute((*owner.path, name)) if has else args[2]
+
+    def dropout(self, node: ast.Call, rows: Rows, kwargs: dict[str, Any]) -> Rows:
+        """Dropout behind attention, by an attribute of the module."""
+        given = {one.arg: one.value for one in node.keywords}
+        p = given.get("p")
+        is_own = isinstance(p, ast.Attribute) and ast.unparse(p.value) == "self"
+        if not is_own or ast.unparse(given.get("training", node)) != "self.training":
+            raise Unknown("it drops numbers in another way")
+        assert isinstance(p, ast.Attribute)
+        found: Rows = self.reader.behind(rows, ("dropout", p.attr), rows.at.shape[-1])
+        return found
