@@ -88,6 +88,11 @@ DISTILBERT = {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 64, "vocab_s
 T5 = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 64}
 T5 |= {"decoder_start_token_id": 0, "pad_token_id": 0}
 MPT = {"d_model": 32, "n_heads": 4, "n_layers": 2, "vocab_size": 64, "max_seq_len": 16}
+BART: dict[str, Any] = {"d_model": 32, "vocab_size": 64, "encoder_layers": 2, "decoder_layers": 2}
+BART |= {"encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "max_position_embeddings": 16}
+BART |= {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "pad_token_id": 0}
+WHISPER = {k: v for k, v in BART.items() if k != "max_position_embeddings"}
+WHISPER |= {"max_target_positions": 16, "max_source_positions": 16, "num_mel_bins": 8}
 MODERNBERT = ENCODER | {"cls_token_id": 3, "sep_token_id": 4}
 
 # These have two layers, and a norm behind them.
@@ -145,6 +150,15 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, int]]] = {
         {"layer": 2},
     ),
     "Helium": (causal("Helium", head_dim=8), GEMMA),
+    # Norms of queries and keys behind the rotation.
+    "HunYuanDenseV1": (causal("HunYuanDenseV1", head_dim=8), LLAMA),
+    "Exaone4": (causal("Exaone4", head_dim=8), LLAMA),
+    # A norm between attention and its product.
+    "BitNet": (causal("BitNet"), LLAMA),
+    # All heads share keys and values.
+    "GPTBigCode": (small("GPTBigCodeForCausalLM", "GPTBigCodeConfig", **GPT2), {"layer": 2}),
+    "Whisper": (small("WhisperForCausalLM", "WhisperConfig", **WHISPER), {"layer": 2}),
+    "Bart": (small("BartForConditionalGeneration", "BartConfig", **BART), {"layer": 4}),
     "Falcon": (
         small("FalconForCausalLM", "FalconConfig", **ENCODER),
         {"feed-forward": 2},
@@ -166,7 +180,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, int]]] = {
     ),
     "ModernBert": (
         small("ModernBertForMaskedLM", "ModernBertConfig", **MODERNBERT),
-        {"feed-forward": 1, "residual": 2},
+        {"feed-forward": 1, "layer": 2},
     ),
     "CLIPVision": (vision("CLIPVision"), {"layer": 2}),
     "SiglipVision": (vision("SiglipVision"), {"layer": 2, "residual": 1}),

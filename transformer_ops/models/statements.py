@@ -330,17 +330,19 @@ def _replaced(node: Any, variables: Mapping[str, ast.expr]) -> Any:
 # ---- local variables
 
 
-def variables_in(node: ast.AST, context: type[ast.expr_context]) -> list[str]:
+@functools.lru_cache(maxsize=4096)
+def variables_in(node: ast.AST, context: type[ast.expr_context]) -> tuple[str, ...]:
     """The names that are read, or assigned, in a node."""
     found = (inner for inner in ast.walk(node) if isinstance(inner, ast.Name))
-    return [name.id for name in found if isinstance(name.ctx, context)]
+    return tuple(name.id for name in found if isinstance(name.ctx, context))
 
 
-def reads_in(node: ast.AST) -> list[str]:
+@functools.lru_cache(maxsize=4096)
+def reads_in(node: ast.AST) -> tuple[str, ...]:
     """The names that have to have a value where a node runs, also to be deleted or changed."""
     changed = (inner.target for inner in ast.walk(node) if isinstance(inner, ast.AugAssign))
     names = (target.id for target in changed if isinstance(target, ast.Name))
-    return [*variables_in(node, ast.Load), *variables_in(node, ast.Del), *names]
+    return (*variables_in(node, ast.Load), *variables_in(node, ast.Del), *names)
 
 
 def read_first(statements: Sequence[ast.stmt], is_asked: Callable[[str], bool]) -> Iterator[str]:
