@@ -105,14 +105,14 @@ def config_of(kind: Any) -> Any:
 
 
 def model_of(name: str, classes: str | tuple[str, ...]) -> Any:
-    kind = classes if isinstance(classes, str) else classes[0]
-    torch.manual_seed(0)
+    kind = getattr(transformers, classes if isinstance(classes, str) else classes[0])
     config = config_of(CONFIG_MAPPING[name])
     with torch.device("meta"):
-        size = sum(p.numel() for p in getattr(transformers, kind)(config).parameters())
+        size = sum(p.numel() for p in kind(config).parameters())
     if size > LARGEST:
         raise ValueError(f"{size / 1e6:.0f} million parameters")
-    model = getattr(transformers, kind)(config).train()
+    torch.manual_seed(0)
+    model = kind(config).train()
     for parameter in model.parameters():
         if parameter.dim() == 2:
             nn.init.normal_(parameter, std=0.1)  # so that experts are chosen clearly
