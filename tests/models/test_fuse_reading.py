@@ -12,6 +12,7 @@ import pytest
 import torch
 from fuse_models import fused_rules
 from test_fuse_transformers import TOKENS, make
+from transformers.models.llama import modeling_llama as llama
 
 import transformer_ops as tops
 
@@ -165,3 +166,16 @@ def test_attributes_that_change(tmp_path: Path) -> None:
     texts = [str(layer.fused.explain()) for layer in model.model.layers]
     assert "0.1" in texts[1] and "0.1" not in texts[0]
     assert not report.skipped
+
+
+def test_a_function_that_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a rotation computes is looked at again, also where the statements are the same."""
+    plain: Any = make("Llama")
+    model = copy.deepcopy(plain)
+    tops.fuse(model)
+    assert_same(plain, model)
+    monkeypatch.setattr(llama, "rotate_half", lambda x: -x)
+    for one in (plain, model):
+        one.zero_grad()
+    assert_same(plain, model)
+    assert "Attention" not in str(model.model.layers[0].fused.explain())

@@ -117,6 +117,7 @@ def _at(module: nn.Module, path: Path) -> Any:
 
 _LOOKS: dict[str, Callable[..., Any]] = {
     "value": _value_at,
+    "rotation": lambda module, function: rotation_of(function),
     "has": lambda module, path: hasattr(_at(module, path[:-1]), path[-1]),
     "product": lambda module, path: _width([product(_at(module, path))]),
     "part": lambda module, path, width: _width(part_behind(_at(module, path)), width),
@@ -166,8 +167,8 @@ class _Reader:
 
     # ---- attributes
 
-    def look(self, kind: str, path: Path, *args: Any) -> Any:
-        """What the module has. All that is asked for is remembered."""
+    def look(self, kind: str, path: Any, *args: Any) -> Any:
+        """What the module has, or a function does. All that is asked for is remembered."""
         found = _LOOKS[kind](self.module, path, *args)
         key = (kind, path, *args)
         self.looks[key] = found
@@ -257,7 +258,7 @@ class _Reader:
         return ("norm", path, width)
 
     def rotate(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        known = rotation_of(function)
+        known = self.look("rotation", function)
         if known is None:
             raise Unknown(f"what {function.__name__} does is not known")
         rotation, names = known
