@@ -32,12 +32,8 @@ class AttentionInParts {
         rows_(batches_.size(1)),
         seed_(seed) {
     if (mask != nullptr) {
-      // Causal scores are never computed.
-      Attention whole = attention;
-      whole.causal = false;
-      const Tensor added = *added_mask(input, mask, whole, acc_);
-      // In float64 a row of any numbers is exact.
-      mask_ = (acc_ == at::kDouble ? added : relative(added))
+      // The statistics are those of torch's kernel, which may run in the other direction.
+      mask_ = relative(*added_mask(input, mask, attention, acc_))
                   .expand({batches_.size(0), attention.heads, rows_, rows_});
       if (mask_.stride(-1) != 1) mask_ = mask_.contiguous();
     }

@@ -237,6 +237,22 @@ def test_what_is_not_finite_shows(rows: int, number: float, part: str, p: float)
     assert grads[1].isfinite().all() or not grads[0].isfinite().all()
 
 
+def test_both_ways_shift_a_row_by_the_same_number() -> None:
+    """Forward in parts, since a row is large, and backward by torch's kernel. The largest number of
+    the mask is that of a key that the rows do not read."""
+    x = 0.1 * torch.randn(3, 48)
+    x[0, 16], x[1, 0] = 1, 3920  # a score of 980
+    x.requires_grad_()
+    mask = torch.tensor([[53.0, 0, 90]])
+    op = tops.Attention(1, head_dim=16, causal=True, mask=True)
+    (grad,) = torch.autograd.grad(op(x, mask).sum(), x)
+    exact = x.detach().double().requires_grad_()
+    q, k, v = exact.chunk(3, -1)
+    p = (q @ k.T / 4 + mask + torch.full((3, 3), -torch.inf).triu(1)).softmax(-1)
+    (right,) = torch.autograd.grad((p @ v).sum(), exact)
+    torch.testing.assert_close(grad.double(), right, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("saved", ["int8", "fp8"])
 @pytest.mark.parametrize("size", [4.0, 36.0])
 def test_probabilities_of_decoded_numbers_sum_to_1(size: float, saved: str) -> None:
