@@ -2,6 +2,8 @@
 
     benchmarks/gpu_check.sh                      into $OUT, or build/gpu-check
     benchmarks/gpu_check.sh --only build,tests
+    benchmarks/gpu_check.sh --day    measurements, each of minutes, once it is built; again until
+                                     all are there: what ended well does not run again
     benchmarks/gpu_check.sh --list
 
 From a bare checkout, without a network: needs a Python with torch (for CUDA), pytest, cmake, ninja
@@ -105,6 +107,20 @@ def stages() -> list[list[Part]]:
         [Part("bench", 90, lambda: [bench], ("build",), result=WORK / "bench.json")],
         [Part("profile", 45, lambda: [[python, "-m", "suite.gpu_profile"]], ("build",))],
     ]  # fmt: skip
+
+
+def day() -> list[list[Part]]:
+    """Measurements that are useful alone, in the order in which they matter."""
+    python = sys.executable
+    limits = {"recipes": 300, "loss": 200, "whole": 400, "llama": 400, "experts": 120, "host": 120,
+              "adapters": 400}  # fmt: skip
+
+    def part(name: str, limit: float) -> list[Part]:
+        result = WORK / f"{name}.json"
+        command = [python, "-m", "suite.gpu_day", name, "--out", str(result)]
+        return [Part(name, limit, lambda: [command], result=result)]
+
+    return [stages()[0], *(part(name, limit) for name, limit in limits.items())]
 
 
 # In a process of its own: this one must outlive a torch that does not load.
@@ -370,8 +386,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--only", default="", metavar="PARTS", help="comma-separated")
     parser.add_argument("--commit", help="what the reports name; default: git's, where it is there")
     parser.add_argument("--list", action="store_true", help="name the parts and stop")
+    parser.add_argument("--day", action="store_true", help="measure, without what checks")
     options = parser.parse_args(arguments)
-    names = [part.name for stage in stages() for part in stage]
+    of = day if options.day else stages
+    names = [part.name for stage in of() for part in stage]
     if options.list:
         print("\n".join(names))
         return 0
@@ -380,19 +398,37 @@ def main(arguments: list[str] | None = None) -> int:
     if unknown:
         parser.error(f"--only must name parts among {', '.join(names)}, got {unknown[0]!r}")
     folder = Path(os.environ.get("OUT") or ROOT / "build" / "gpu-check")
-    outcomes = run_stages(chosen, folder, options.commit or commit())
+    about = options.commit or commit()
+    kept = earlier(folder, about) if options.day else []
+    outcomes = run_stages(of, chosen, folder, about, kept)
     print(f"reports  {folder / 'report.json'} {folder / 'report.txt'}")
     return 0 if all(outcome.status == "ok" for outcome in outcomes) else 1
 
 
-def run_stages(chosen: list[str], folder: Path, commit: str) -> list[Outcome]:
-    """The outcomes of all chosen parts, in order."""
+def earlier(folder: Path, commit: str) -> list[Outcome]:
+    """What ended well in the last run of this commit, which need not run again."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        found = json.loads((folder / "report.json").read_text(encoding="utf-8"))
+        parts = [Outcome(**part) for part in found["parts"] if part["status"] == "ok"]
+        return parts if found["commit"] == commit else []
+    return []
+
+
+def run_stages(
+    of: Callable[[], list[list[Part]]],
+    chosen: list[str],
+    folder: Path,
+    commit: str,
+    kept: list[Outcome],
+) -> list[Outcome]:
+    """The outcomes of all chosen parts, in order, behind those that are kept."""
     WORK.mkdir(parents=True, exist_ok=True)
     start = time.monotonic()
-    outcomes: list[Outcome] = []
-    for number in range(len(stages())):
+    outcomes = list(kept)
+    chosen = [name for name in chosen if name not in {outcome.name for outcome in kept}]
+    for number in range(len(of())):
         # Again, for what the machine turned out to be.
-        stage = [part for part in stages()[number] if part.name in chosen]
+        stage = [part for part in of()[number] if part.name in chosen]
         failed = {outcome.name for outcome in outcomes if outcome.status != "ok"}
         run = partial(run_part, failed=failed, end=start + TOTAL_SECONDS)
         with ThreadPoolExecutor(max(1, len(stage))) as pool:

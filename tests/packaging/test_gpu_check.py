@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import cuda_load
 import gpu_check
 from gpu_check import Part
-from suite import gpu, gpu_models, gpu_profile
+from suite import gpu, gpu_day, gpu_models, gpu_profile
 from suite.cases import OURS
 
 pytestmark = pytest.mark.takes(seconds=45)
@@ -295,3 +295,36 @@ def test_a_failing_part_of_the_table_leaves_the_others(
     assert "at most 1.5 us" in said.out
     assert "NO" in said.out
     assert line._replace(at_least=True).ok
+
+
+@pytest.mark.parametrize("part", ["loss", "experts"])
+def test_a_measurement_of_the_day(part: str, tmp_path: Path) -> None:
+    out = tmp_path / "part.json"
+    assert gpu_day.main([part, "--tiny", "--device", "cpu", "--out", str(out)]) == 0
+    found = json.loads(out.read_text())
+    assert not found["errors"] and all(line["value"] > 0 for line in found["lines"])
+
+
+def test_a_day_goes_on_where_it_stopped(
+    work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert [part.name for stage in gpu_check.day()[1:] for part in stage] == [*gpu_day.PARTS]
+    ran: list[str] = []
+
+    def day() -> list[list[Part]]:
+        def part(name: str) -> Part:
+            def commands() -> list[list[str]]:
+                ran.append(name)
+                return [[PYTHON, "-c", f"raise SystemExit({len(ran) == 2:d})"]]
+
+            return Part(name, 20, commands)
+
+        return [[part("first")], [part("second")]]
+
+    monkeypatch.setattr(gpu_check, "day", day)
+    monkeypatch.setenv("OUT", str(tmp_path))
+    assert gpu_check.main(["--day", "--commit", "a"]) == 1
+    assert gpu_check.main(["--day", "--commit", "a"]) == 0
+    assert ran == ["first", "second", "second"]
+    assert gpu_check.main(["--day", "--commit", "b"]) == 0
+    assert ran[3:] == ["first", "second"]
