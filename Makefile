@@ -25,6 +25,9 @@ CPP := $(shell find csrc tests/cpp tests/emulated examples -name '*.h' -o -name 
 # The CUDA bodies of the ops, on kernels compiled for the CPU.
 EMULATED := --emulate-cuda build/cp*-torch$(TORCH)/tests/cpp/emulated/libtransformer_ops_emulated.so \
     tests/packaging/test_cuda.py tests/ops/test_attention.py tests/ops/test_products.py tests/ops/test_dropout.py tests/ops/test_epilogues.py \
+    tests/ops/test_linear_cross_entropy.py \
+    $(addprefix tests/ops/test_grouped.py::test_, splits a_nan_stays_in_its_group groups_are_multiplied_by_torch \
+        a_layer_is_a_loop_over_experts rows_that_somebody_else_has_sorted) \
     tests/ops/test_main_grad.py tests/ops/test_packed_linear.py tests/ops/test_lora_linear.py tests/quantization/test_quantize.py tests/quantization/test_saved_formats.py \
     tests/quantization/test_scaled_products.py tests/quantization/test_fp8_products.py \
     tests/quantization/test_block_products.py tests/quantization/test_groups_on_cuda.py tests/quantization/test_nvfp4_products.py \

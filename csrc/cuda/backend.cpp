@@ -26,7 +26,8 @@ Philox draw(c10::Device device, uint64_t offsets) {
 }
 
 [[maybe_unused]] const bool installed = [] {
-  static const Backend backend = {kernel::rows_of_this_library(), current_stream, draw};
+  static const Backend backend = {c10::DeviceType::CUDA, kernel::rows_of_this_library(),
+                                  current_stream, draw};
   set_backend(&backend);
   return true;
 }();

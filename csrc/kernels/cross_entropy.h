@@ -2,8 +2,9 @@
 #pragma once
 
 #include "kernels/cpu.h"
+#include "kernels/cuda.h"
 
-namespace transformer_ops::cpu {
+namespace transformer_ops::kernel {
 
 // The logits of a row are z, or softcap tanh(z / softcap) if softcap is not 0. Its loss is
 //   lse - (1 - label_smoothing) z[target] - label_smoothing mean(z) + z_loss lse^2
@@ -15,6 +16,12 @@ struct CrossEntropy {
   double softcap;
   double z_loss;
 };
+
+}  // namespace transformer_ops::kernel
+
+namespace transformer_ops::cpu {
+
+using kernel::CrossEntropy;
 
 // For each row, in acc: lse, the loss, and the log-probability of the target. `correct` is 1 if the
 // target is the first class with the largest logit, else 0. All are 0 for ignored rows.
@@ -29,3 +36,23 @@ inline const Kernel<void(const CrossEntropy&, DType, void* logits, const int64_t
     cross_entropy_backward{"cross_entropy_backward"};
 
 }  // namespace transformer_ops::cpu
+
+namespace transformer_ops::cuda {
+
+// One number for each row, acc.
+struct CrossEntropyRows {
+  void* lse;  // is read if `loss` is null
+  void* loss = nullptr;
+  void* log_probs = nullptr;
+  uint8_t* correct = nullptr;
+  const void* factors = nullptr;  // null: the logits stay
+};
+
+// Both of the above, in one launch: a block reads its row twice, the second time from the cache.
+// A target that is neither a class nor ignore_index is printed, and ends the context as torch's own
+// assertions do.
+inline const Kernel<void(Stream, const kernel::CrossEntropy&, DType, void* logits,
+                         const int64_t* target, const CrossEntropyRows&, int64_t rows)>
+    cross_entropy{"cross_entropy"};
+
+}  // namespace transformer_ops::cuda

@@ -9,12 +9,7 @@ enum class Epilogue : uint8_t {
   None,
   Bias,      // . + bias[n]
   GeluBias,  // gelu_tanh(. + bias[n]); aux, if wanted, receives its argument
-  ReluBias,  // max(. + bias[n], 0); aux, if wanted, receives one bit for each element
-  DGelu,     // . gelu_tanh'(aux); bias_gradient, if wanted, receives the column sums of D. No op
-             // uses it: on an H100 it rounds the product first, and takes a kernel of its own
-  DRelu,     // . where the bit of aux is set; bias_gradient as for DGelu
   SumA,      // bias_gradient receives the sums over k of A: m numbers
-  SumB,      // bias_gradient receives the sums over k of B: n numbers
 };
 
 // How sums over parts of k may be added: torch's settings for float16 and bfloat16.
@@ -63,8 +58,8 @@ struct Gemm {
   Epilogue epilogue = Epilogue::None;
   const void* bias = nullptr;     // of result_dtype
   void* bias_gradient = nullptr;  // of result_dtype
-  void* aux = nullptr;            // m rows, of result_dtype; read by DGelu and DRelu
-  int64_t aux_stride = 0;         // elements from row to row; bits for ReLU
+  void* aux = nullptr;            // m rows, of result_dtype
+  int64_t aux_stride = 0;         // elements from row to row
   bool tf32 = false;              // torch's setting for float32
   bool fast_sums = false;         // for codes: sums with fewer bits than float32
   PartialSums partial_sums = PartialSums::AnyPrecision;
@@ -102,6 +97,15 @@ constexpr bool has_size_of_mx(int64_t m, int64_t n, int64_t k) {
 // requires (`_scaled_mm`). The factors may be in device memory.
 inline const Kernel<bool()> multiplies_nvfp4{"multiplies_nvfp4"};
 constexpr bool has_size_of_nvfp4(int64_t n, int64_t k) { return n % 16 == 0 && k % 32 == 0; }
+
+// Does torch multiply groups of rows, `_grouped_mm`, without waiting for their sizes?
+inline const Kernel<bool()> multiplies_groups{"multiplies_groups"};
+
+// Sets the rows from *first on to zero; `first` is in device memory. Rows are multiples of 16
+// bytes, and start at one.
+inline const Kernel<void(Stream, void* rows, const int64_t* first, int64_t count,
+                         int64_t row_bytes)>
+    zero_rows_from{"zero_rows_from"};
 
 // Returns false, with nothing queued, if cuBLASLt has no algorithm.
 inline const Kernel<bool(Stream, const Gemm&)> gemm{"gemm"};

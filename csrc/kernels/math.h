@@ -29,6 +29,8 @@ TRANSFORMER_OPS_MATH float sqrt(float x) { return ::sqrtf(x); }
 TRANSFORMER_OPS_MATH double sqrt(double x) { return ::sqrt(x); }
 TRANSFORMER_OPS_MATH float abs(float x) { return ::fabsf(x); }
 TRANSFORMER_OPS_MATH double abs(double x) { return ::fabs(x); }
+TRANSFORMER_OPS_MATH float log(float x) { return ::logf(x); }
+TRANSFORMER_OPS_MATH double log(double x) { return ::log(x); }
 
 TRANSFORMER_OPS_MATH float exp_of_nonpositive(float x) { return ::expf(x); }
 TRANSFORMER_OPS_MATH double exp_of_nonpositive(double x) { return ::exp(x); }

@@ -12,6 +12,7 @@
 namespace transformer_ops::cuda {
 
 struct Backend {
+  c10::DeviceType device;  // the CPU where tests emulate a GPU
   kernel::Rows kernels;
   Stream (*current_stream)(c10::Device);
   // Advances the device's torch generator by `offsets`.

@@ -1,7 +1,11 @@
 #include "wrappers/grouped.h"
 
 #include <ATen/Parallel.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/_grouped_mm.h>
 #include <ATen/ops/arange.h>
+#include <ATen/ops/ones.h>
+#include <ATen/ops/searchsorted.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros_like.h>
@@ -9,8 +13,10 @@
 #include <algorithm>
 #include <cstring>
 
+#include "kernels/gemm.h"
 #include "op/split.h"
 #include "wrappers/cpu.h"
+#include "wrappers/cuda.h"
 #include "wrappers/linear.h"
 #include "wrappers/product.h"
 
@@ -26,6 +32,85 @@ Tensor members(const Tensor& splits, const c10::SymInt& rows) {
 
 Tensor where_member(const Tensor& is_member, const Tensor& rows) {
   return at::where(is_member, rows, at::zeros_like(rows));
+}
+
+// Is it a call with plain tensors, of which autograd records nothing?
+bool is_body(const Tensor& tensor) {
+  using c10::DispatchKey;
+  constexpr c10::DispatchKeySet kTraced({DispatchKey::Python, DispatchKey::Functionalize,
+                                         DispatchKey::FuncTorchBatched,
+                                         DispatchKey::FuncTorchGradWrapper});
+  const bool records =
+      at::GradMode::is_enabled() && tensor.requires_grad() &&
+      !c10::impl::tls_local_dispatch_key_set().excluded_.has_any(c10::autograd_dispatch_keyset);
+  return !records && !tensor.key_set().has_any(kTraced);
+}
+
+// torch's product of groups takes bfloat16, rows and columns of 16 bytes, and splits on the device.
+bool has_grouped_product(const Tensor& rows, const c10::SymInt& columns) {
+  constexpr int64_t kUnit = 8;
+  const cuda::Backend* const backend = cuda::backend();
+  return backend != nullptr && backend->device == rows.device().type() &&
+         rows.scalar_type() == at::kBFloat16 && is_body(rows) && rows.size(0) > 0 &&
+         rows.size(1) % kUnit == 0 && columns % kUnit == 0 && cuda::multiplies_groups();
+}
+
+// Consecutive groups of rows, without sizes on the host.
+class GroupsOnDevice {
+ public:
+  GroupsOnDevice(const Tensor& splits, int64_t rows)
+      : ends_(splits.cumsum(0, at::kLong)), offsets_(ends_.to(at::kInt)), rows_(rows) {}
+
+  // left [rows, k] times right [groups, k, n]. Rows of no group are not set.
+  Tensor product(const Tensor& left, const Tensor& right) const {
+    return at::_grouped_mm(aligned(left), right, offsets_);
+  }
+  // [groups, m, n]: the sums of left^T right over the rows of each group.
+  Tensor weight_gradient(const Tensor& left, const Tensor& right) const {
+    return at::_grouped_mm(aligned(left).t(), aligned(right), offsets_);
+  }
+  // The row of `each`, [groups, n], that belongs to each row. It is any one for rows of no group.
+  Tensor spread(const Tensor& each) const {
+    const Tensor row = at::arange(rows_, ends_.options());
+    const Tensor group = at::searchsorted(ends_, row, /*out_int32=*/false, /*right=*/true);
+    return each.index_select(0, group.clamp_max(ends_.size(0) - 1));
+  }
+  // Sets rows of no group to zero.
+  void zero_rest(const Tensor& matrix) const {
+    cuda::zero_rows_from(cuda::stream_of(matrix), cuda::write(matrix),
+                         ends_.const_data_ptr<int64_t>() + ends_.size(0) - 1, rows_,
+                         matrix.size(1) * static_cast<int64_t>(matrix.element_size()));
+  }
+
+ private:
+  static Tensor aligned(const Tensor& matrix) {
+    const Tensor rows = contiguous(matrix);
+    return reinterpret_cast<uintptr_t>(rows.const_data_ptr()) % 16 == 0 ? rows : rows.clone();
+  }
+
+  Tensor ends_, offsets_;
+  int64_t rows_;
+};
+
+// All matrices in one tensor.
+Tensor stacked(const GroupTensors& tensors) {
+  return tensors.is_stack() ? contiguous(tensors.list()[0]) : at::stack(tensors.list());
+}
+Tensors unstacked(const Tensor& all, bool stays) {
+  return stays ? Tensors{all} : Tensors(all.unbind(0));
+}
+
+Tensor grouped_linear_on_device(const Tensor& x, const Tensor& splits, const GroupTensors& weights,
+                                const GroupTensors& biases, const Tensor* scales) {
+  const GroupsOnDevice groups(splits, x.size(0));
+  Tensor rows = groups.product(x, stacked(weights).transpose(1, 2));
+  if (!biases.empty()) {
+    Tensor added = groups.spread(stacked(biases));
+    if (scales != nullptr) added = scales->reshape({-1, 1}) * added;
+    rows = (rows + added).to(x.scalar_type());
+  }
+  groups.zero_rest(rows);
+  return rows;
 }
 
 }  // namespace
@@ -290,6 +375,11 @@ Tensor grouped_linear_decomposed(const Tensor& input, const Tensor& splits, cons
                                  const Tensors& bias, const Tensor* scales) {
   const GroupTensors weights = group_weights(weight), biases = group_biases(bias);
   const Tensor x = as_matrix(input);
+  c10::SymDimVector sizes(input.sym_sizes());
+  sizes.back() = weights.sym_size(0);
+  if (has_grouped_product(x, weights.sym_size(0))) {
+    return grouped_linear_on_device(x, splits, weights, biases, scales).reshape_symint(sizes);
+  }
   const Tensor is_member = members(splits, x.sym_size(0));
   Tensor output;
   for (int64_t group = 0; group < weights.count(); ++group) {
@@ -302,8 +392,6 @@ Tensor grouped_linear_decomposed(const Tensor& input, const Tensor& splits, cons
     rows = where_member(is_member.select(0, group), rows);
     output = output.defined() ? output + rows : rows;
   }
-  c10::SymDimVector sizes(input.sym_sizes());
-  sizes.back() = weights.sym_size(0);
   return output.reshape_symint(sizes);
 }
 
@@ -320,14 +408,37 @@ GroupedBackward grouped_linear_backward_decomposed(const Tensor& grad_output, co
   Tensor grad_input, grad_scales;
   Tensors grad_weights, grad_biases;
   const auto add = [](Tensor& sum, const Tensor& part) { sum = sum.defined() ? sum + part : part; };
-  for (int64_t group = 0; group < splits.size(0); ++group) {
+  const c10::SymInt columns = wants_weight ? x.sym_size(1) : wants_input ? weights.sym_size(1) : 0;
+  const bool is_grouped = has_grouped_product(grad, columns);
+  if (is_grouped) {
+    const GroupsOnDevice groups(splits, grad.size(0));
+    if (wants_input) {
+      grad_input = groups.product(grad, stacked(weights));
+      groups.zero_rest(grad_input);
+    }
+    if (wants_weight) {
+      grad_weights = unstacked(groups.weight_gradient(grad, x), layout.stacks_weight);
+    }
+    if (wants_bias && scales == nullptr) {
+      // A column of the products with ones; eight are 16 bytes.
+      const Tensor sums = groups.weight_gradient(grad, at::ones({grad.size(0), 8}, grad.options()));
+      grad_biases = unstacked(sums.select(-1, 0), layout.stacks_bias);
+    }
+    if (wants_scales) {
+      const Tensor sums = (grad * groups.spread(stacked(biases))).sum(-1);
+      grad_scales = where_member(is_member.squeeze(-1).any(0), sums);
+    }
+  }
+  const bool sums_bias = wants_bias && (!is_grouped || scales != nullptr);
+  for (int64_t group = 0; sums_bias && group < splits.size(0); ++group) {
+    const Tensor rows = where_member(is_member.select(0, group), scaled);
+    grad_biases.push_back(rows.sum(0).to(grad.scalar_type()));
+  }
+  for (int64_t group = 0; !is_grouped && group < splits.size(0); ++group) {
     const Tensor is_own = is_member.select(0, group);
     if (wants_input) add(grad_input, where_member(is_own, grad.matmul(weights[group])));
     if (wants_weight) {
       grad_weights.push_back(where_member(is_own, grad).t().matmul(where_member(is_own, x)));
-    }
-    if (wants_bias) {
-      grad_biases.push_back(where_member(is_own, scaled).sum(0).to(grad.scalar_type()));
     }
     if (wants_scales) add(grad_scales, where_member(is_own, grad * biases[group]).sum(-1));
   }
@@ -339,8 +450,8 @@ GroupedBackward grouped_linear_backward_decomposed(const Tensor& grad_output, co
   if (wants_scales) {
     grad_scales = grad_scales.reshape_symint(scales->sym_sizes()).to(scales->scalar_type());
   }
-  if (wants_weight && layout.stacks_weight) grad_weights = {at::stack(grad_weights)};
-  if (wants_bias && layout.stacks_bias) grad_biases = {at::stack(grad_biases)};
+  if (wants_weight && layout.stacks_weight && !is_grouped) grad_weights = {at::stack(grad_weights)};
+  if (sums_bias && layout.stacks_bias) grad_biases = {at::stack(grad_biases)};
   return {grad_input, grad_weights, grad_biases, grad_scales};
 }
 

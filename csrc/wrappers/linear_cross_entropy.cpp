@@ -12,12 +12,12 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
-#include <numeric>
 
 #include "kernels/bias.h"
 #include "kernels/cross_entropy.h"
 #include "op/buffer.h"
 #include "wrappers/cpu.h"
+#include "wrappers/cuda.h"
 #include "wrappers/linear.h"
 #include "wrappers/product.h"
 
@@ -27,30 +27,40 @@ namespace {
 using LossOperands = CrossEntropyOperands;
 using Options = CrossEntropyOptions;
 
+kernel::CrossEntropy kernel_options(const LossOperands& operands, const Options& options) {
+  return {.classes = operands.weight.size(0),
+          .ignore_index = options.ignore_index,
+          .label_smoothing = options.label_smoothing,
+          .softcap = options.softcap.value_or(0),
+          .z_loss = options.z_loss};
+}
+
 bool is_finite(double number) { return std::isfinite(number); }
 
 // Each chunk adds to the gradient of the weight, and 16-bit sums are rounded each time. 16 chunks
 // add less error to it than the rounding of the logits, which eager mode has too.
 constexpr int64_t kMostRoundings = 16;
 
-// The number of rows of a chunk. Products of fewer than 256 rows took up to 1.6 times as long
-// (float32 and bfloat16, 576 columns, 49,152 classes); more rows only take more memory. Chunks of
-// few classes may have more rows: 4 MiB fit in the caches.
-int64_t rows_of_chunk(std::optional<int64_t> chunk, int64_t rows, const Tensor& weight) {
-  if (chunk) return std::min(*chunk, rows);
-  constexpr int64_t kLeastRows = 256, kCacheBytes = int64_t{4} << 20;
-  const int64_t classes = weight.size(0), bytes = classes * weight.element_size();
-  int64_t found = std::max(kLeastRows, kCacheBytes / bytes);
-  if (weight.element_size() == 2) {
-    found = std::max(found, (rows + kMostRoundings - 1) / kMostRoundings);
-  }
-  return std::min(found, rows);
-}
-
 // Float16 cannot hold the gradients of a mean over many rows, so they are made for the sum.
 bool has_small_range(const Tensor& weight) { return weight.scalar_type() == at::kHalf; }
 
-// The product and the rows of one device.
+// One number for each row, in the accumulate dtype; `correct` has bytes.
+struct Rows {
+  Tensor target;  // int64
+  Tensor lse;     // is read if `loss` is not defined
+  Tensor loss, log_probs, correct;
+  Tensor factors;  // not defined: no gradients
+
+  // The rows from `first` on.
+  Rows from(int64_t first, int64_t count) const {
+    const auto part = [&](const Tensor& all) {
+      return all.defined() ? all.narrow(0, first, count) : all;
+    };
+    return {part(target), part(lse), part(loss), part(log_probs), part(correct), part(factors)};
+  }
+};
+
+// The products and the rows of one device.
 struct Device {
   // The logits of these rows.
   Tensor (*logits)(const Tensor& rows, const Tensor& weight, const Tensor* bias);
@@ -58,7 +68,24 @@ struct Device {
   void (*multiply)(const Tensor& out, const Tensor& left, const Tensor& right, double beta);
   // Adds the sums of the columns to `sums`, which is in the accumulate dtype.
   void (*add_columns)(const Tensor& rows, Tensor sums);
+  // Computes what `rows` has, and overwrites the logits by their gradients if it has factors.
+  void (*compute)(const kernel::CrossEntropy& op, const Tensor& logits, const Rows& rows);
+  int64_t least_rows;  // of a chunk
 };
+
+// The number of rows of a chunk: at least those that its products need. More rows only take more
+// memory, but chunks of few classes may have more: 4 MiB fit in the caches.
+int64_t rows_of_chunk(const Device& device, std::optional<int64_t> chunk, int64_t rows,
+                      const Tensor& weight) {
+  if (chunk) return std::min(*chunk, rows);
+  constexpr int64_t kCacheBytes = int64_t{4} << 20;
+  const int64_t classes = weight.size(0), bytes = classes * weight.element_size();
+  int64_t found = std::max(device.least_rows, kCacheBytes / bytes);
+  if (weight.element_size() == 2) {
+    found = std::max(found, (rows + kMostRoundings - 1) / kMostRoundings);
+  }
+  return std::min(found, rows);
+}
 
 // Adds up the gradients, chunk by chunk.
 class Gradients {
@@ -112,7 +139,7 @@ Tensor flat_target(const Tensor& target) { return target.reshape({-1}).to(at::kL
 template <typename F>
 void for_chunks(const Device& device, const LossOperands& operands, const Tensor& x,
                 std::optional<int64_t> chunk, F f) {
-  const int64_t rows = x.size(0), step = rows_of_chunk(chunk, rows, operands.weight);
+  const int64_t rows = x.size(0), step = rows_of_chunk(device, chunk, rows, operands.weight);
   for (int64_t first = 0; first < rows; first += step) {
     const Tensor part = rows_of(x, first, std::min(step, rows - first));
     f(first, device.logits(part, operands.weight, operands.bias));
@@ -140,43 +167,46 @@ void add_columns_cpu(const Tensor& rows, Tensor sums) {
   sums.add_(found);
 }
 
-constexpr Device kCpu{logits_cpu, multiply, add_columns_cpu};
-
-cpu::CrossEntropy kernel_options(const LossOperands& operands, const Options& options) {
-  return {.classes = operands.weight.size(0),
-          .ignore_index = options.ignore_index,
-          .label_smoothing = options.label_smoothing,
-          .softcap = options.softcap.value_or(0),
-          .z_loss = options.z_loss};
-}
-
-// The number of rows that count.
-int64_t count_targets(const Checks& check, const Tensor& target, int64_t classes,
-                      int64_t ignore_index) {
+// Raises if a target is neither a class nor ignored.
+void check_targets(const Checks& check, const kernel::CrossEntropy& op, const Tensor& target) {
   const auto* const ids = target.const_data_ptr<int64_t>();
-  int64_t count = 0;
   for (int64_t i = 0; i < target.size(0); ++i) {
-    if (ids[i] == ignore_index) continue;
-    TORCH_CHECK_INDEX(ids[i] >= 0 && ids[i] < classes, "[", check.op(), "] target must lie in [0, ",
-                      classes, ") or be ignore_index, ", ignore_index, ", got ", ids[i]);
-    ++count;
+    TORCH_CHECK_INDEX(ids[i] == op.ignore_index || (ids[i] >= 0 && ids[i] < op.classes), "[",
+                      check.op(), "] target must lie in [0, ", op.classes, ") or be ignore_index, ",
+                      op.ignore_index, ", got ", ids[i]);
   }
-  return count;
 }
 
-// Overwrites the logits of the rows from `first` on by their gradients.
-void gradients_of_logits(const cpu::CrossEntropy& op, const Tensor& logits, const Tensor& target,
-                         const Tensor& lse, const Tensor& factors, int64_t first) {
-  const cpu::Rows z{logits, logits.size(1)}, statistics{lse, 1}, factor{factors, 1};
-  const auto* const ids = target.const_data_ptr<int64_t>();
-  cpu::parallel(logits.size(0), logits.size(1), 1, [&](int64_t begin, int64_t end) {
-    cpu::cross_entropy_backward(op, cpu::kernel_dtype(logits), z.write(begin), ids + first + begin,
-                                statistics.read(first + begin), factor.read(first + begin),
-                                end - begin);
+void compute_cpu(const kernel::CrossEntropy& op, const Tensor& logits, const Rows& rows) {
+  const auto one = [](const Tensor& each) { return cpu::Rows{each, 1}; };
+  const cpu::Rows z{logits, op.classes}, lse = one(rows.lse), loss = one(rows.loss);
+  const cpu::Rows log_probs = one(rows.log_probs), correct = one(rows.correct);
+  const cpu::Rows factors = one(rows.factors);
+  const auto* const ids = rows.target.const_data_ptr<int64_t>();
+  const cpu::DType dtype = cpu::kernel_dtype(logits);
+  cpu::parallel(logits.size(0), op.classes, 1, [&](int64_t begin, int64_t end) {
+    // Both kernels read a row while it is in the cache.
+    const int64_t step = std::max<int64_t>(1, 32768 / op.classes);
+    for (int64_t row = begin; row < end; row += step) {
+      const int64_t some = std::min(step, end - row);
+      if (rows.loss.defined()) {
+        cpu::cross_entropy_forward(op, dtype, z.read(row), ids + row, lse.write(row),
+                                   loss.write(row), log_probs.write(row),
+                                   static_cast<uint8_t*>(correct.write(row)), some);
+      }
+      if (rows.factors.defined()) {
+        cpu::cross_entropy_backward(op, dtype, z.write(row), ids + row, lse.read(row),
+                                    factors.read(row), some);
+      }
+    }
   });
 }
 
-// ---- ATen, for CUDA
+// Products of fewer than 256 rows took up to 1.6 times as long (float32 and bfloat16, 576 columns,
+// 49,152 classes).
+constexpr Device kCpu{logits_cpu, multiply, add_columns_cpu, compute_cpu, /*least_rows=*/256};
+
+// ---- CUDA
 
 Tensor logits_of(const Tensor& rows, const Tensor& weight, const Tensor* bias) {
   return at::linear(rows, weight, bias != nullptr ? std::optional(*bias) : std::nullopt);
@@ -195,7 +225,23 @@ void add_columns_by_aten(const Tensor& rows, Tensor sums) {
   sums.add_(rows.sum(0, /*keepdim=*/false, sums.scalar_type()));
 }
 
-constexpr Device kAten{logits_of, multiply_by_aten, add_columns_by_aten};
+void compute_cuda(const kernel::CrossEntropy& op, const Tensor& logits, const Rows& rows) {
+  const auto data = [](const Tensor& each) { return each.defined() ? cuda::write(each) : nullptr; };
+  cuda::cross_entropy(cuda::stream_of(logits), op, kernel_dtype(logits), cuda::write(logits),
+                      rows.target.const_data_ptr<int64_t>(),
+                      {.lse = data(rows.lse),
+                       .loss = data(rows.loss),
+                       .log_probs = data(rows.log_probs),
+                       .correct = static_cast<uint8_t*>(data(rows.correct)),
+                       .factors = data(rows.factors)},
+                      logits.size(0));
+}
+
+// Products of 1,024 rows have more operations for each byte of the weight than a GPU can feed.
+constexpr Device kCuda{logits_of, multiply_by_aten, add_columns_by_aten, compute_cuda,
+                       /*least_rows=*/1024};
+
+// ---- in plain ATen calls
 
 Tensor capped(const Tensor& logits, const Options& options) {
   const Tensor z = to_accumulate(logits);
@@ -229,23 +275,6 @@ RowLosses losses_of(const Tensor& logits, const Targets& targets, const Options&
           (best == targets.index.squeeze(-1)).logical_and(targets.counts)};
 }
 
-// The gradients of the logits, times the factor of each row.
-Tensor gradients_by_aten(const Tensor& logits, const Tensor& target, const Tensor& lse,
-                         const Tensor& factors, const Options& options) {
-  const Targets targets(target, options.ignore_index);
-  const Tensor z = capped(logits, options);
-  const double smoothing = options.label_smoothing;
-  Tensor grads = (z - lse.unsqueeze(-1)).exp_();
-  if (options.z_loss != 0) grads.mul_((1 + 2 * options.z_loss * lse).unsqueeze(-1));
-  if (smoothing != 0) grads.sub_(smoothing / static_cast<double>(logits.size(-1)));
-  grads.scatter_add_(-1, targets.index,
-                     at::full(targets.index.sizes(), smoothing - 1, grads.options()));
-  if (options.softcap) grads.mul_(1 - (z / *options.softcap).square_());
-  const Tensor zero = at::zeros({}, grads.options());
-  grads = at::where(targets.counts.unsqueeze(-1), grads * factors.unsqueeze(-1), zero);
-  return grads.to(logits.scalar_type());
-}
-
 // The sum or the mean of the losses of rows, or each of them.
 Tensor reduced(const Tensor& losses, const Tensor& count, const Options& options) {
   if (options.has_rows()) return losses;
@@ -257,6 +286,60 @@ Tensor row_factors(const Tensor& grad_output, const Tensor& count, const Options
                    int64_t rows) {
   const Tensor grad = options.has_rows() ? grad_output.reshape({-1}) : grad_output.expand({rows});
   return (options.reduction == "mean" ? grad / count.clamp_min(1) : grad).contiguous();
+}
+
+// The number of rows that count.
+Tensor count_of(const Tensor& target, const Options& options, at::ScalarType dtype) {
+  return (target != options.ignore_index).sum().to(dtype);
+}
+
+CrossEntropyResults forward(const Device& device, const LossOperands& operands,
+                            const Tensor& target, const Options& options,
+                            std::optional<int64_t> chunk, CrossEntropyMask wanted) {
+  const Tensor x = as_matrix(operands.input);
+  const kernel::CrossEntropy op = kernel_options(operands, options);
+  const int64_t rows = x.size(0);
+  const auto dtype = accumulate_dtype(x.scalar_type());
+  const auto each = [&](at::ScalarType type) { return empty({rows}, type, x.device()); };
+  const Tensor count = count_of(target, options, dtype);
+  Gradients gradients(device, operands, x, wanted);
+  Rows all{target, each(dtype), each(dtype), each(dtype), each(at::kByte), {}};
+  Tensor factor = count.clamp_max(1);
+  if (gradients.wants_any()) {
+    Options of_rows = options;
+    if (has_small_range(operands.weight) && options.reduction == "mean") {
+      of_rows.reduction = "sum";
+      factor = factor / count.clamp_min(1);
+    }
+    all.factors = row_factors(at::ones({}, count.options()), count, of_rows, rows);
+  }
+  for_chunks(device, operands, x, chunk, [&](int64_t first, const Tensor& logits) {
+    device.compute(op, logits, all.from(first, logits.size(0)));
+    if (gradients.wants_any()) gradients.add(first, logits);
+  });
+  return {.output = reduced(all.loss, count, options)
+                        .view(options.has_rows() ? operands.target.sizes() : at::IntArrayRef{}),
+          .log_probs = all.log_probs.view(operands.target.sizes()),
+          .accuracy = all.correct.sum().to(dtype) / count,
+          .lse = all.lse.view(operands.target.sizes()),
+          .gradients = gradients.take(),
+          .factor = factor.reshape({1})};
+}
+
+CrossEntropyGradients backward(const Device& device, const Tensor& grad_output,
+                               const LossOperands& operands, const Tensor& lse,
+                               const Options& options, std::optional<int64_t> chunk,
+                               CrossEntropyMask wanted) {
+  const Tensor x = as_matrix(operands.input), target = flat_target(operands.target);
+  const Tensor count = count_of(target, options, lse.scalar_type());
+  const Tensor factors = row_factors(grad_output, count, options, x.size(0));
+  const Rows all{target, lse.reshape({-1}), {}, {}, {}, factors};
+  Gradients gradients(device, operands, x, wanted);
+  for_chunks(device, operands, x, chunk, [&](int64_t first, const Tensor& logits) {
+    device.compute(kernel_options(operands, options), logits, all.from(first, logits.size(0)));
+    gradients.add(first, logits);
+  });
+  return gradients.take();
 }
 
 }  // namespace
@@ -295,84 +378,15 @@ TensorSpec cross_entropy_output(const LossOperands& operands, const Options& opt
 CrossEntropyResults cross_entropy_cpu(const Checks& check, const LossOperands& operands,
                                       const Options& options, std::optional<int64_t> chunk,
                                       CrossEntropyMask wanted) {
-  const Tensor x = as_matrix(operands.input), target = flat_target(operands.target);
-  const cpu::CrossEntropy op = kernel_options(operands, options);
-  const int64_t rows = x.size(0);
-  const int64_t count = count_targets(check, target, op.classes, options.ignore_index);
-  const auto dtype = accumulate_dtype(x.scalar_type());
-  const Tensor lse = empty_cpu({rows}, dtype), loss = empty_cpu({rows}, dtype);
-  const Tensor log_probs = empty_cpu({rows}, dtype), correct = empty_cpu({rows}, at::kByte);
-
-  const bool is_mean = options.reduction == "mean", later = has_small_range(operands.weight);
-  const double factor = is_mean ? 1 / static_cast<double>(std::max<int64_t>(count, 1)) : 1;
-  Gradients gradients(kCpu, operands, x, wanted);
-  Tensor factors;
-  if (gradients.wants_any()) factors = empty_cpu({rows}, dtype).fill_(later ? 1 : factor);
-  const cpu::Rows statistics{lse, 1}, losses{loss, 1}, probs{log_probs, 1};
-  const auto* const ids = target.const_data_ptr<int64_t>();
-  auto* const hits = correct.mutable_data_ptr<uint8_t>();
-  for_chunks(kCpu, operands, x, chunk, [&](int64_t first, const Tensor& logits) {
-    const cpu::Rows z{logits, op.classes}, each{factors, 1};
-    cpu::parallel(logits.size(0), op.classes, 1, [&](int64_t begin, int64_t end) {
-      // Both kernels read a row while it is in the cache.
-      const int64_t step = std::max<int64_t>(1, 32768 / op.classes);
-      for (int64_t row = begin; row < end; row += step) {
-        const int64_t at = first + row, some = std::min(step, end - row);
-        cpu::cross_entropy_forward(op, cpu::kernel_dtype(logits), z.read(row), ids + at,
-                                   statistics.write(at), losses.write(at), probs.write(at),
-                                   hits + at, some);
-        if (!factors.defined()) continue;
-        cpu::cross_entropy_backward(op, cpu::kernel_dtype(logits), z.write(row), ids + at,
-                                    statistics.read(at), each.read(at), some);
-      }
-    });
-    gradients.add(first, logits);
-  });
-
-  const Tensor counted = at::full({}, count, loss.options());
-  const double lacking = count == 0 ? 0 : later ? factor : 1;
-  const int64_t right = std::accumulate(hits, hits + rows, int64_t{0});
-  return {.output = reduced(loss, counted, options)
-                        .view(options.has_rows() ? operands.target.sizes() : at::IntArrayRef{}),
-          .log_probs = log_probs.view(operands.target.sizes()),
-          .accuracy = at::full({}, right, loss.options()) / counted,
-          .lse = lse.view(operands.target.sizes()),
-          .gradients = gradients.take(),
-          .factor = at::full({1}, lacking, loss.options())};
+  const Tensor target = flat_target(operands.target);
+  check_targets(check, kernel_options(operands, options), target);
+  return forward(kCpu, operands, target, options, chunk, wanted);
 }
 
 CrossEntropyResults cross_entropy_cuda(const Checks&, const LossOperands& operands,
                                        const Options& options, std::optional<int64_t> chunk,
                                        CrossEntropyMask wanted) {
-  const Tensor x = as_matrix(operands.input), target = flat_target(operands.target);
-  const Targets targets(target, options.ignore_index);
-  const auto floats = x.options().dtype(accumulate_dtype(x.scalar_type()));
-  const Tensor count = targets.counts.sum().to(floats.dtype().toScalarType());
-  const int64_t rows = x.size(0);
-  const Tensor factors = row_factors(at::ones({}, floats), count, options, rows);
-  const Tensor lse = at::empty({rows}, floats), loss = at::empty({rows}, floats);
-  const Tensor log_probs = at::empty({rows}, floats), correct = at::empty({rows}, floats);
-  Gradients gradients(kAten, operands, x, wanted);
-  for_chunks(kAten, operands, x, chunk, [&](int64_t first, const Tensor& logits) {
-    const int64_t some = logits.size(0);
-    const auto part = [&](const Tensor& tensor) { return tensor.narrow(0, first, some); };
-    const RowLosses found = losses_of(logits, Targets(part(target), options.ignore_index), options);
-    part(lse).copy_(found.lse);
-    part(loss).copy_(found.loss);
-    part(log_probs).copy_(found.log_probs);
-    part(correct).copy_(found.correct);
-    if (!gradients.wants_any()) return;
-    gradients.add(first,
-                  gradients_by_aten(logits, part(target), found.lse, part(factors), options));
-  });
-  Tensor output = reduced(loss, count, options);
-  if (options.has_rows()) output = output.view(operands.target.sizes());
-  return {.output = output,
-          .log_probs = log_probs.view(operands.target.sizes()),
-          .accuracy = correct.sum() / count,
-          .lse = lse.view(operands.target.sizes()),
-          .gradients = gradients.take(),
-          .factor = count.clamp_max(1).reshape({1})};
+  return forward(kCuda, operands, flat_target(operands.target), options, chunk, wanted);
 }
 
 CrossEntropyGradients cross_entropy_backward_cpu(const Tensor& grad_output,
@@ -380,16 +394,7 @@ CrossEntropyGradients cross_entropy_backward_cpu(const Tensor& grad_output,
                                                  const Options& options,
                                                  std::optional<int64_t> chunk,
                                                  CrossEntropyMask wanted) {
-  const Tensor x = as_matrix(operands.input), target = flat_target(operands.target);
-  const cpu::CrossEntropy op = kernel_options(operands, options);
-  const Tensor count = (target != options.ignore_index).sum().to(lse.scalar_type());
-  const Tensor factors = row_factors(grad_output, count, options, x.size(0));
-  Gradients gradients(kCpu, operands, x, wanted);
-  for_chunks(kCpu, operands, x, chunk, [&](int64_t first, const Tensor& logits) {
-    gradients_of_logits(op, logits, target, lse, factors, first);
-    gradients.add(first, logits);
-  });
-  return gradients.take();
+  return backward(kCpu, grad_output, operands, lse, options, chunk, wanted);
 }
 
 CrossEntropyGradients cross_entropy_backward_cuda(const Tensor& grad_output,
@@ -397,17 +402,7 @@ CrossEntropyGradients cross_entropy_backward_cuda(const Tensor& grad_output,
                                                   const Options& options,
                                                   std::optional<int64_t> chunk,
                                                   CrossEntropyMask wanted) {
-  const Tensor x = as_matrix(operands.input), target = flat_target(operands.target);
-  const Tensor count = (target != options.ignore_index).sum().to(lse.scalar_type());
-  const Tensor factors = row_factors(grad_output, count, options, x.size(0));
-  const Tensor statistics = lse.reshape({-1});
-  Gradients gradients(kAten, operands, x, wanted);
-  for_chunks(kAten, operands, x, chunk, [&](int64_t first, const Tensor& logits) {
-    const auto part = [&](const Tensor& tensor) { return tensor.narrow(0, first, logits.size(0)); };
-    gradients.add(
-        first, gradients_by_aten(logits, part(target), part(statistics), part(factors), options));
-  });
-  return gradients.take();
+  return backward(kCuda, grad_output, operands, lse, options, chunk, wanted);
 }
 
 std::tuple<Tensor, Tensor, Tensor> cross_entropy_decomposed(const LossOperands& operands,

@@ -7,11 +7,13 @@
 #include <algorithm>
 #include <bit>
 #include <deque>
+#include <exception>
 #include <limits>
 #include <memory>
 #include <mutex>
 #include <random>
 #include <stdexcept>
+#include <utility>
 #include <vector>
 
 namespace emulated {
@@ -52,6 +54,7 @@ Point scheduler;
 std::minstd_rand copy_order(2);
 int current = 0;
 const std::function<void()>* body = nullptr;
+std::exception_ptr error;  // of a thread of the block
 
 // swapcontext asks the kernel for the signal mask each time, which takes most of the time of the
 // tests. The address sanitizer knows no other way to change stacks.
@@ -67,7 +70,11 @@ const std::function<void()>* body = nullptr;
 }
 
 void enter() {
-  (*body)();
+  try {
+    (*body)();
+  } catch (...) {
+    error = std::current_exception();
+  }
   fibers[current].state = State::Done;
   change(fibers[current].point, scheduler);
 }
@@ -203,6 +210,7 @@ void run(int64_t blocks, int threads, int64_t shared_bytes, const std::function<
     shared.assign((shared_bytes + 15) / 16 * 2, std::numeric_limits<double>::quiet_NaN());
     blockIdx = {static_cast<unsigned>(block), 0, 0};
     run_block(threads, random);
+    if (error) std::rethrow_exception(std::exchange(error, nullptr));
   }
 }
 

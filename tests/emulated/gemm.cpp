@@ -13,7 +13,8 @@ namespace {
 constexpr size_t kMostSeen = 64;
 
 std::mutex mutex;
-std::atomic<bool> of_codes = true, of_blocks = true, of_mx = true, of_nvfp4 = true;
+std::atomic<bool> of_codes = true, of_blocks = true, of_mx = true, of_nvfp4 = true,
+                  of_groups = true;
 std::vector<GemmPlan> seen;
 
 }  // namespace
@@ -27,11 +28,13 @@ void set_multiplies_codes(bool value) { of_codes = value; }
 void set_multiplies_blocks(bool value) { of_blocks = value; }
 void set_multiplies_mx(bool value) { of_mx = value; }
 void set_multiplies_nvfp4(bool value) { of_nvfp4 = value; }
+void set_multiplies_groups(bool value) { of_groups = value; }
 
 bool entry::multiplies_codes() { return of_codes; }
 bool entry::multiplies_blocks() { return of_blocks; }
 bool entry::multiplies_mx() { return of_mx; }
 bool entry::multiplies_nvfp4() { return of_nvfp4; }
+bool entry::multiplies_groups() { return of_groups; }
 
 bool entry::gemm(Stream, const Gemm& gemm) {
   const auto plan = plan_gemm(gemm);
@@ -52,6 +55,7 @@ TRANSFORMER_OPS_KERNEL(multiplies_codes, "cuda");
 TRANSFORMER_OPS_KERNEL(multiplies_blocks, "cuda");
 TRANSFORMER_OPS_KERNEL(multiplies_mx, "cuda");
 TRANSFORMER_OPS_KERNEL(multiplies_nvfp4, "cuda");
+TRANSFORMER_OPS_KERNEL(multiplies_groups, "cuda");
 TRANSFORMER_OPS_KERNEL(gemm, "cuda");
 
 }  // namespace transformer_ops::cuda

@@ -14,5 +14,6 @@ void set_multiplies_codes(bool value);
 void set_multiplies_blocks(bool value);  // the same for codes with block scales
 void set_multiplies_mx(bool value);
 void set_multiplies_nvfp4(bool value);
+void set_multiplies_groups(bool value);
 
 }  // namespace transformer_ops::cuda

@@ -12,15 +12,6 @@
 namespace transformer_ops::cuda {
 namespace {
 
-bool get_bit(const void* data, int64_t i) {
-  return (static_cast<const uint8_t*>(data)[i / 8] >> (i % 8)) & 1;
-}
-
-void set_bit(const void* data, int64_t i, bool bit) {
-  auto& byte = static_cast<uint8_t*>(const_cast<void*>(data))[i / 8];
-  byte = static_cast<uint8_t>((byte & ~(1u << (i % 8))) | (unsigned{bit} << (i % 8)));
-}
-
 // op(X), row by row or column by column.
 struct Operand {
   std::vector<double> values;
@@ -90,32 +81,14 @@ Operand read(DType dtype, Codes codes, const void* scale, Scaling scaling, const
 }
 
 double after_bias(LtEpilogue epilogue, double x, const void* aux, int64_t at, DType dtype) {
-  switch (epilogue) {
-    case LtEpilogue::GeluAuxBias:
-      set_number(dtype, const_cast<void*>(aux), at, x);
-      return math::GELU().forward(x);
-    case LtEpilogue::GeluBias:
-      return math::GELU().forward(x);
-    case LtEpilogue::ReluAuxBias:
-      set_bit(aux, at, !(x <= 0));
-      return x <= 0 ? 0 : x;
-    case LtEpilogue::ReluBias:
-      return x <= 0 ? 0 : x;
-    case LtEpilogue::DGelu:
-    case LtEpilogue::DGeluBgrad:
-      return math::GELU().backward(x, get_number(dtype, aux, at));
-    case LtEpilogue::DRelu:
-    case LtEpilogue::DReluBgrad:
-      return get_bit(aux, at) ? x : 0;
-    default:
-      return x;
-  }
+  if (epilogue == LtEpilogue::GeluAuxBias) set_number(dtype, const_cast<void*>(aux), at, x);
+  const bool is_gelu = epilogue == LtEpilogue::GeluAuxBias || epilogue == LtEpilogue::GeluBias;
+  return is_gelu ? math::GELU().forward(x) : x;
 }
 
 bool adds_bias(LtEpilogue epilogue) {
   return epilogue == LtEpilogue::Bias || epilogue == LtEpilogue::GeluBias ||
-         epilogue == LtEpilogue::ReluBias || epilogue == LtEpilogue::GeluAuxBias ||
-         epilogue == LtEpilogue::ReluAuxBias;
+         epilogue == LtEpilogue::GeluAuxBias;
 }
 
 }  // namespace
@@ -135,7 +108,6 @@ void interpret(const GemmPlan& plan) {
   const int64_t inner = a.cols;
   const double alpha = plan.factors != nullptr ? plan.factors[0] : plan.alpha;
   const double beta = plan.factors != nullptr ? plan.factors[1] : plan.beta;
-  std::vector<double> row_sums(static_cast<size_t>(a.rows));
   for (int64_t j = 0; j < b.cols; ++j) {
     for (int64_t i = 0; i < a.rows; ++i) {
       const double* const left = a.values.data() + i * inner;
@@ -146,21 +118,14 @@ void interpret(const GemmPlan& plan) {
       if (beta != 0) x += beta * get_number(dtype, plan.c, i + j * problem.c.ld);
       if (adds_bias(epilogue)) x += get_number(dtype, plan.bias, i);
       x = after_bias(epilogue, x, plan.aux, i + j * problem.aux_ld, dtype);
-      row_sums[static_cast<size_t>(i)] += x;
       set_number(dtype, plan.d, i + j * problem.d.ld, x);
     }
   }
-  if (epilogue == LtEpilogue::DGeluBgrad || epilogue == LtEpilogue::DReluBgrad) {
-    for (int64_t i = 0; i < a.rows; ++i) {
-      set_number(dtype, const_cast<void*>(plan.bias), i, row_sums[static_cast<size_t>(i)]);
-    }
-  } else if (epilogue == LtEpilogue::BgradA || epilogue == LtEpilogue::BgradB) {
-    const Operand& summed = epilogue == LtEpilogue::BgradA ? a : b;
-    for (int64_t i = 0; i < (&summed == &a ? a.rows : b.cols); ++i) {
-      double sum = 0;
-      for (int64_t l = 0; l < inner; ++l) sum += summed.values[static_cast<size_t>(i * inner + l)];
-      set_number(dtype, const_cast<void*>(plan.bias), i, sum);
-    }
+  if (epilogue != LtEpilogue::BgradB) return;
+  for (int64_t i = 0; i < b.cols; ++i) {
+    double sum = 0;
+    for (int64_t l = 0; l < inner; ++l) sum += b.values[static_cast<size_t>(i * inner + l)];
+    set_number(dtype, const_cast<void*>(plan.bias), i, sum);
   }
 }
 

@@ -28,15 +28,10 @@ const char* text(LtEpilogue epilogue) {
       return "gelu_bias";
     case LtEpilogue::GeluAuxBias:
       return "gelu_aux_bias";
-    case LtEpilogue::DGelu:
-      return "dgelu";
-    case LtEpilogue::DGeluBgrad:
-      return "dgelu_bgrad";
     case LtEpilogue::BgradB:
-      return "bgradb";
-    default:
-      return "another";
+      break;
   }
+  return "bgradb";
 }
 
 const char* text(DType dtype) {
@@ -90,10 +85,11 @@ TORCH_LIBRARY(transformer_ops_emulated, library) {
   library.def("set_multiplies_blocks(bool value) -> ()", set_multiplies_blocks);
   library.def("set_multiplies_mx(bool value) -> ()", set_multiplies_mx);
   library.def("set_multiplies_nvfp4(bool value) -> ()", set_multiplies_nvfp4);
+  library.def("set_multiplies_groups(bool value) -> ()", set_multiplies_groups);
 }
 
 [[maybe_unused]] const bool installed = [] {
-  static const Backend backend = {kernel::rows_of_this_library(),
+  static const Backend backend = {c10::DeviceType::CPU, kernel::rows_of_this_library(),
                                   [](c10::Device) -> Stream { return nullptr; }, draw};
   set_backend(&backend);
   register_cuda_bodies(c10::DispatchKey::CPU);

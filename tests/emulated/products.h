@@ -106,7 +106,6 @@ class Array {
   char* device() const { return device_ + offset_ * size_of(dtype_); }
 
   double get(int64_t i) const { return get_number(dtype_, bytes_.data(), i + offset_); }
-  bool bit(int64_t i) const { return (bytes_[static_cast<size_t>(i / 8)] >> (i % 8)) & 1; }
   // The bytes before and after the numbers.
   bool guards_intact() const {
     const auto untouched = [](char byte) { return byte == kCanary; };
@@ -239,14 +238,10 @@ enum class Outcome { Right, Wrong, Unsupported };
 inline Outcome check_product(const Product& product, const Memory& memory, std::string& text) {
   const auto [m, n, k] = std::array{product.m, product.n, product.k};
   const DType result = product.result_dtype;
-  const bool relu = product.epilogue == Epilogue::ReluBias || product.epilogue == Epilogue::DRelu;
-  const bool reads_aux = product.epilogue == Epilogue::DGelu || product.epilogue == Epilogue::DRelu;
-  const bool adds_bias = product.epilogue == Epilogue::Bias ||
-                         product.epilogue == Epilogue::GeluBias ||
-                         product.epilogue == Epilogue::ReluBias;
-  const bool of_a = product.epilogue == Epilogue::SumA, of_b = product.epilogue == Epilogue::SumB;
-  const bool has_aux = reads_aux || (product.extra && adds_bias);
-  const bool sums = of_a || of_b || (product.extra && reads_aux);
+  const bool gelu = product.epilogue == Epilogue::GeluBias;
+  const bool adds_bias = product.epilogue == Epilogue::Bias || gelu;
+  const bool sums = product.epilogue == Epilogue::SumA;
+  const bool has_aux = product.extra && adds_bias;
 
   std::mt19937 random(7);
   const Scales a_scales(memory, product.a_scaling, m, k, product.has_scales ? 0.375 : 1.0);
@@ -254,12 +249,10 @@ inline Outcome check_product(const Product& product, const Memory& memory, std::
   Stored a(memory, product.dtype, m, k, product.a_transposed, product, product.a_codes);
   Stored b(memory, product.dtype, k, n, product.b_transposed, product, product.b_codes);
   Stored c(memory, result, m, n, false, product), d(memory, result, m, n, false, product);
-  Array bias(memory, result, n), gradient(memory, result, of_a ? m : n);
-  // The bits of random numbers are good enough for a mask.
-  Array aux(memory, relu ? DType::Float16 : result, relu ? m * n / 16 : m * n);
+  Array bias(memory, result, n), gradient(memory, result, m);
+  Array aux(memory, result, m * n);
   for (Stored* stored : {&a, &b}) stored->fill(random);
   for (Array* array : {&c.array, &bias, &aux}) array->fill(random);
-  const Array before = aux;
   Stored& start = product.in_place ? d : c;
   if (product.in_place) d.array.fill(random);
   const Stored started = start, untouched = d;
@@ -309,11 +302,9 @@ inline Outcome check_product(const Product& product, const Memory& memory, std::
   // 2^-10 with fast sums.
   const bool of_codes = product.a_codes != Codes::None;
   const double sum_error = product.tf32 ? 0x1p-9 : !of_codes ? 0x1p-20 : 0x1p-10;
-  const bool gelu = product.epilogue == Epilogue::GeluBias || product.epilogue == Epilogue::DGelu;
   Differences differences;
   const std::vector<double> left = a.values(m, k, a_scales, /*is_left=*/true);
   const std::vector<double> right = b.values(k, n, b_scales, /*is_left=*/false);
-  std::vector<double> columns(static_cast<size_t>(n)), column_errors(static_cast<size_t>(n));
   for (int64_t i = 0; i < m; ++i) {
     for (int64_t j = 0; j < n; ++j) {
       double x = 0, terms = 0;
@@ -329,34 +320,22 @@ inline Outcome check_product(const Product& product, const Memory& memory, std::
       if (adds_bias) x += bias.get(j);
       error += sum_error * std::abs(x);
       const int64_t flat = i * n + j;
-      if (gelu) error = 1.2 * error + memory.gelu_error * std::abs(x);
-      if (product.epilogue == Epilogue::GeluBias) {
+      if (gelu) {
+        error = 1.2 * error + memory.gelu_error * std::abs(x);
         if (has_aux) {
           differences.expect("aux", i, j, aux.get(flat), x, error + unit(result) * std::abs(x));
         }
         x = math::GELU().forward(x);
-      } else if (product.epilogue == Epilogue::ReluBias) {
-        if (has_aux && std::abs(x) > error) {
-          differences.expect("mask", i, j, aux.bit(flat), x > 0, 0);
-        }
-        x = std::max(x, 0.0);
-      } else if (product.epilogue == Epilogue::DGelu) {
-        x = math::GELU().backward(x, before.get(flat));
-      } else if (product.epilogue == Epilogue::DRelu) {
-        x = before.bit(flat) ? x : 0;
       }
       error += 1.01 * unit(result) * std::abs(x);
       differences.expect("d", i, j, d(i, j), x, error);
-      columns[static_cast<size_t>(j)] += x;
-      column_errors[static_cast<size_t>(j)] += error;
     }
   }
-  for (int64_t j = 0; sums && j < (of_a ? m : n); ++j) {
-    double sum = of_a || of_b ? 0 : columns[static_cast<size_t>(j)];
-    double error = of_a || of_b ? 0 : column_errors[static_cast<size_t>(j)];
-    for (int64_t l = 0; (of_a || of_b) && l < k; ++l) {
-      sum += of_a ? a(j, l) : b(l, j);
-      error += sum_error * std::abs(of_a ? a(j, l) : b(l, j));
+  for (int64_t j = 0; sums && j < m; ++j) {
+    double sum = 0, error = 0;
+    for (int64_t l = 0; l < k; ++l) {
+      sum += a(j, l);
+      error += sum_error * std::abs(a(j, l));
     }
     differences.expect("bias_gradient", j, 0, gradient.get(j), sum,
                        error + 1.01 * unit(result) * std::abs(sum));
@@ -385,10 +364,7 @@ inline std::vector<Product> products() {
   static constexpr Row rows[] = {
       {"plain", Epilogue::None, false},    {"bias", Epilogue::Bias, false},
       {"gelu", Epilogue::GeluBias, false}, {"gelu_aux", Epilogue::GeluBias, true},
-      {"relu", Epilogue::ReluBias, false}, {"relu_aux", Epilogue::ReluBias, true},
-      {"dgelu", Epilogue::DGelu, false},   {"dgelu_sums", Epilogue::DGelu, true},
-      {"drelu", Epilogue::DRelu, false},   {"drelu_sums", Epilogue::DRelu, true},
-      {"sum_a", Epilogue::SumA, true},     {"sum_b", Epilogue::SumB, true},
+      {"sum_a", Epilogue::SumA, true},
   };
   struct Dtypes {
     const char* name;

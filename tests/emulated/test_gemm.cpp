@@ -71,7 +71,7 @@ TEST(GemmPlan, RefusesWhatCublasLtExcludes) {
   EXPECT_TRUE(refused([](Gemm& g) { g.c = memory, g.c_stride = 0, g.beta = 1; }));
 }
 
-TEST(GemmPlan, AuxOfGeluHasRowsOf8AndOfRelu128) {
+TEST(GemmPlan, AuxOfGeluHasRowsOf8) {
   const auto fits = [](Epilogue epilogue, int64_t n, int64_t stride, char* aux) {
     Gemm gemm = example();
     gemm.n = gemm.b.stride = gemm.d_stride = n;
@@ -81,14 +81,10 @@ TEST(GemmPlan, AuxOfGeluHasRowsOf8AndOfRelu128) {
     return plan_gemm(gemm).has_value();
   };
   EXPECT_TRUE(fits(Epilogue::GeluBias, 24, 24, memory));
-  EXPECT_TRUE(fits(Epilogue::DGelu, 23, 24, memory + 16));
+  EXPECT_TRUE(fits(Epilogue::GeluBias, 23, 24, memory + 16));
   EXPECT_FALSE(fits(Epilogue::GeluBias, 20, 20, memory));
   EXPECT_FALSE(fits(Epilogue::GeluBias, 24, 16, memory));
   EXPECT_FALSE(fits(Epilogue::GeluBias, 24, 24, memory + 8));
-  EXPECT_TRUE(fits(Epilogue::ReluBias, 128, 128, memory));
-  EXPECT_TRUE(fits(Epilogue::DRelu, 100, 128, memory));
-  EXPECT_FALSE(fits(Epilogue::ReluBias, 64, 64, memory));
-  EXPECT_FALSE(fits(Epilogue::DRelu, 192, 128, memory));
 }
 
 // E4M3 times E4M3, as codes have to be stored.
@@ -148,7 +144,6 @@ TEST(GemmPlan, RefusesWhatNoGpuMultipliesOfCodes) {
   // Dtypes and epilogues.
   EXPECT_TRUE(refused([](Gemm& g) { g.dtype = g.result_dtype = DType::Float16; }));
   EXPECT_TRUE(refused([](Gemm& g) { g.factors = static_cast<const float*>(g.a.scale); }));
-  EXPECT_TRUE(refused([](Gemm& g) { g.epilogue = Epilogue::DGelu; }));
   EXPECT_TRUE(refused([](Gemm& g) { g.epilogue = Epilogue::SumA; }));
   EXPECT_FALSE(refused([](Gemm& g) { g.epilogue = Epilogue::Bias, g.bias = memory; }));
   EXPECT_TRUE(refused([](Gemm& g) {

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <vector>
 
+#include "kernels/gemm.h"
 #include "kernels/transpose.h"
 
 namespace transformer_ops::cuda {
@@ -72,6 +73,24 @@ TEST(Transpose, ScalesInTiles) {
       tile_scales(nullptr, from.data(), height, outer_stride, inner_stride, to.data(), outers,
                   inners);
       EXPECT_EQ(to, want) << outers << " x " << inners << ", " << height << " high";
+    }
+  }
+}
+
+TEST(Rows, TheLastOnesAreSetToZero) {
+  for (const int64_t words : {1, 3, 300}) {
+    for (const int64_t first : {0, 1, 40, 41}) {
+      constexpr int64_t kRows = 41;
+      struct alignas(16) Word {
+        int64_t a, b;
+      };
+      std::vector<Word> rows(static_cast<size_t>(kRows * words + 1), Word{3, 5});
+      zero_rows_from(nullptr, rows.data(), &first, kRows, words * 16);
+      for (int64_t i = 0; i <= kRows * words; ++i) {
+        const auto [a, b] = rows[static_cast<size_t>(i)];
+        const bool is_zero = i >= first * words && i < kRows * words;
+        EXPECT_TRUE(a == (is_zero ? 0 : 3) && b == (is_zero ? 0 : 5)) << i << " of " << words;
+      }
     }
   }
 }

@@ -239,6 +239,30 @@ def test_splits(splits: list[int], dtype: torch.dtype, times: int) -> None:
         torch.testing.assert_close(a.double(), b, rtol=rtol, atol=atol)
 
 
+@pytest.mark.emulated
+@pytest.mark.parametrize("single", [True, False])
+def test_groups_are_multiplied_by_torch(single: bool) -> None:
+    """The output, the gradients of input and weights, and those of the biases: a product each."""
+    options = {"single_grouped_weight": single, "single_grouped_bias": single}
+    op = tops.GroupedLinear(3, 16, 8, **options).bfloat16()
+    x = torch.randn(12, 16).bfloat16().requires_grad_()
+    with torch.profiler.profile() as profile:
+        op(x, torch.tensor([3, 0, 7])).square().sum().backward()
+    names = [event.name for event in profile.events()]
+    assert names.count("aten::_grouped_mm") == 4
+    assert "aten::matmul" not in names
+    torch.ops.transformer_ops_emulated.set_multiplies_groups(False)
+    try:
+        grads = [tensor.grad.clone() for tensor in (x, *op.parameters())]
+        for tensor in (x, *op.parameters()):
+            tensor.grad = None
+        op(x, torch.tensor([3, 0, 7])).square().sum().backward()
+    finally:
+        torch.ops.transformer_ops_emulated.set_multiplies_groups(True)
+    for tensor, grad in zip((x, *op.parameters()), grads, strict=True):
+        torch.testing.assert_close(tensor.grad, grad, rtol=2e-2, atol=2e-2)
+
+
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64])
 def test_splits_of_any_integer_dtype(dtype: torch.dtype) -> None:
     op = tops.GroupedLinear(3, 16, 8)

@@ -18,15 +18,8 @@ namespace {
 
 static_assert(static_cast<int>(LtEpilogue::Default) == CUBLASLT_EPILOGUE_DEFAULT);
 static_assert(static_cast<int>(LtEpilogue::Bias) == CUBLASLT_EPILOGUE_BIAS);
-static_assert(static_cast<int>(LtEpilogue::ReluBias) == CUBLASLT_EPILOGUE_RELU_BIAS);
 static_assert(static_cast<int>(LtEpilogue::GeluBias) == CUBLASLT_EPILOGUE_GELU_BIAS);
-static_assert(static_cast<int>(LtEpilogue::ReluAuxBias) == CUBLASLT_EPILOGUE_RELU_AUX_BIAS);
-static_assert(static_cast<int>(LtEpilogue::DRelu) == CUBLASLT_EPILOGUE_DRELU);
-static_assert(static_cast<int>(LtEpilogue::DReluBgrad) == CUBLASLT_EPILOGUE_DRELU_BGRAD);
 static_assert(static_cast<int>(LtEpilogue::GeluAuxBias) == CUBLASLT_EPILOGUE_GELU_AUX_BIAS);
-static_assert(static_cast<int>(LtEpilogue::DGelu) == CUBLASLT_EPILOGUE_DGELU);
-static_assert(static_cast<int>(LtEpilogue::DGeluBgrad) == CUBLASLT_EPILOGUE_DGELU_BGRAD);
-static_assert(static_cast<int>(LtEpilogue::BgradA) == CUBLASLT_EPILOGUE_BGRADA);
 static_assert(static_cast<int>(LtEpilogue::BgradB) == CUBLASLT_EPILOGUE_BGRADB);
 
 #if CUBLAS_VERSION >= 120900
@@ -319,6 +312,10 @@ bool entry::multiplies_mx() { return knows_blocks() && capability() >= 100; }
 
 bool entry::multiplies_nvfp4() { return knows_blocks() && capability() >= 100; }
 
+// torch has kernels for 9.0 and 10.0 (aten/src/ATen/native/cuda/GroupedBlas.cpp); elsewhere it
+// waits for the sizes.
+bool entry::multiplies_groups() { return capability() / 10 == 9 || capability() / 10 == 10; }
+
 bool entry::gemm(Stream stream, const Gemm& gemm) {
   const auto plan = plan_gemm(gemm);
   if (!plan || !can_multiply(plan->problem)) return false;
@@ -344,6 +341,7 @@ TRANSFORMER_OPS_KERNEL(multiplies_codes, "cuda");
 TRANSFORMER_OPS_KERNEL(multiplies_blocks, "cuda");
 TRANSFORMER_OPS_KERNEL(multiplies_mx, "cuda");
 TRANSFORMER_OPS_KERNEL(multiplies_nvfp4, "cuda");
+TRANSFORMER_OPS_KERNEL(multiplies_groups, "cuda");
 TRANSFORMER_OPS_KERNEL(gemm, "cuda");
 
 }  // namespace transformer_ops::cuda

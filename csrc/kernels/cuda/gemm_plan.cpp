@@ -15,25 +15,15 @@ uint16_t alignment(const void* pointer) {
 }
 
 std::optional<LtEpilogue> lt_epilogue(const Gemm& gemm) {
-  const bool aux = gemm.aux != nullptr, sums = gemm.bias_gradient != nullptr;
   switch (gemm.epilogue) {
     case Epilogue::None:
       return LtEpilogue::Default;
     case Epilogue::Bias:
       return LtEpilogue::Bias;
     case Epilogue::GeluBias:
-      return aux ? LtEpilogue::GeluAuxBias : LtEpilogue::GeluBias;
-    case Epilogue::ReluBias:
-      return aux ? LtEpilogue::ReluAuxBias : LtEpilogue::ReluBias;
-    case Epilogue::DGelu:
-      return sums ? LtEpilogue::DGeluBgrad : LtEpilogue::DGelu;
-    case Epilogue::DRelu:
-      return sums ? LtEpilogue::DReluBgrad : LtEpilogue::DRelu;
-    // The row-major A is cuBLASLt's B, and vice versa.
-    case Epilogue::SumA:
+      return gemm.aux != nullptr ? LtEpilogue::GeluAuxBias : LtEpilogue::GeluBias;
+    case Epilogue::SumA:  // the row-major A is cuBLASLt's B
       return LtEpilogue::BgradB;
-    case Epilogue::SumB:
-      return LtEpilogue::BgradA;
   }
   return std::nullopt;
 }
@@ -41,9 +31,7 @@ std::optional<LtEpilogue> lt_epilogue(const Gemm& gemm) {
 // cublasLt.h requires for CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD: a multiple of 128 bits or 8
 // elements, and at least the number of rows of D.
 bool aux_fits(const Gemm& gemm) {
-  const bool relu = gemm.epilogue == Epilogue::ReluBias || gemm.epilogue == Epilogue::DRelu;
-  return gemm.aux_stride % (relu ? 128 : 8) == 0 && gemm.aux_stride >= gemm.n &&
-         alignment(gemm.aux) >= 16;
+  return gemm.aux_stride % 8 == 0 && gemm.aux_stride >= gemm.n && alignment(gemm.aux) >= 16;
 }
 
 bool has_codes(const Gemm& gemm) {

@@ -14,15 +14,8 @@ namespace transformer_ops::cuda {
 enum class LtEpilogue : uint32_t {
   Default = 1,
   Bias = 4,
-  ReluBias = 6,
   GeluBias = 36,
-  ReluAuxBias = 134,
-  DRelu = 136,
-  DReluBgrad = 152,
   GeluAuxBias = 164,
-  DGelu = 192,
-  DGeluBgrad = 208,
-  BgradA = 256,
   BgradB = 512,
 };
 
@@ -83,6 +76,7 @@ bool multiplies_codes();
 bool multiplies_blocks();
 bool multiplies_mx();
 bool multiplies_nvfp4();
+bool multiplies_groups();
 bool gemm(Stream stream, const Gemm& gemm);
 }  // namespace entry
 

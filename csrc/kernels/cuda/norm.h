@@ -3,6 +3,7 @@
 
 #include "kernels/cuda/device.h"
 #include "kernels/cuda/geometry.h"
+#include "kernels/cuda/lane.h"
 #include "kernels/math.h"
 #include "kernels/norm.h"
 
@@ -74,52 +75,6 @@ TRANSFORMER_OPS_DEVICE Pack<A, N> elements(const Vector& vector, int64_t column)
   }
   return load_converted<A, BFloat16, N>(vector.data, column, vector.add);
 }
-
-// This thread's position among the threads that share a row.
-struct Lane {
-  int lanes, number;
-  int row;  // among the rows that the block processes side by side
-
-  __device__ __forceinline__ explicit Lane(int lanes)
-      : lanes(lanes),
-        number(static_cast<int>(threadIdx.x) % lanes),
-        row(static_cast<int>(threadIdx.x) / lanes) {}
-
-  // Calls f(column) for this thread's packs of a row of h elements.
-  template <int N, class Index, class F>
-  __device__ __forceinline__ void for_packs(Index h, const F& f) const {
-#pragma unroll 4
-    for (Index column = number * N; column < h; column += lanes * N) f(column);
-  }
-
-  // The sums over the lanes of a row, for each of its threads. `shared` must be memory that the
-  // last call did not use. All threads of the row's warps take part.
-  template <bool OneRow, int Count, class A>
-  __device__ __forceinline__ void sum(A (&sums)[Count], A (*shared)[kWarp]) const {
-    for (int distance = (lanes < kWarp ? lanes : kWarp) / 2; distance > 0; distance /= 2) {
-#pragma unroll
-      for (int i = 0; i < Count; ++i) sums[i] += __shfl_xor_sync(0xffffffffu, sums[i], distance);
-    }
-    if (lanes <= kWarp) return;
-    const int warp = static_cast<int>(threadIdx.x) / kWarp;
-    if (threadIdx.x % kWarp == 0) {
-#pragma unroll
-      for (int i = 0; i < Count; ++i) shared[i][warp] = sums[i];
-    }
-    if constexpr (OneRow) {
-      __syncthreads();
-    } else {
-      wait_for_threads(1 + row, lanes);
-    }
-    const int warps = lanes / kWarp, first = OneRow ? 0 : row * warps;
-#pragma unroll
-    for (int i = 0; i < Count; ++i) {
-      A total = shared[i][first];
-      for (int other = 1; other < warps; ++other) total += shared[i][first + other];
-      sums[i] = total;
-    }
-  }
-};
 
 // n gamma + beta for normalized numbers.
 template <class T, int N>

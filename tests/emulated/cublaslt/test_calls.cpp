@@ -111,6 +111,7 @@ TEST_F(CublasLt, MultipliesMxFromComputeCapability100On) {
     fake().capability = capability;
     EXPECT_EQ(entry::multiplies_mx(), wanted) << capability;
     EXPECT_EQ(entry::multiplies_nvfp4(), wanted) << capability;
+    EXPECT_EQ(entry::multiplies_groups(), capability == 90 || capability == 100) << capability;
     Gemm call = example();
     call.m = call.n = call.d_stride = 32;
     call.k = 128;
