@@ -171,7 +171,9 @@ def test_batches_of_gradients(name):
             return tensors_in(torch.autograd.grad(results, inputs, grads, **options))
 
         if inputs and results:
-            one_by_one = zip(*(found(grads, False) for grads in zip(*batches)), strict=True)
+            one_by_one = zip(
+                *(found(grads, False) for grads in zip(*batches, strict=True)), strict=True
+            )
             want = tuple(map(torch.stack, one_by_one))
             torch.testing.assert_close(found(batches, True), want)
 

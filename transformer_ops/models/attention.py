@@ -6,7 +6,9 @@ from __future__ import annotations
 import inspect
 import math
 import operator
+import sys
 from collections.abc import Mapping, Sequence
+from types import BuiltinFunctionType
 from typing import Any
 
 import torch
@@ -187,15 +189,27 @@ class TransformersAttention(AttentionCall):
 
 
 def _is_empty(cache: Any, layer: int) -> bool:
-    """Whether it is a cache that only grows, and that has nothing of this layer yet."""
-    kind = type(cache)
-    if (kind.__module__, kind.__name__) != ("transformers.cache_utils", "DynamicCache"):
+    """Whether it is a cache that only grows, and that has nothing of this layer yet: attention then
+    reads what the cache is given."""
+    if not _is_own(cache, type(cache), "DynamicCache"):
         return False
     if cache.offloading or cache.get_seq_length(layer) != 0:
         return False
     if layer >= len(cache.layers):
-        return cache.layer_class_to_replicate.__name__ == "DynamicLayer"
-    return type(cache.layers[layer]).__name__ in ("DynamicLayer", "DynamicSlidingWindowLayer")
+        return _is_own(None, cache.layer_class_to_replicate, "DynamicLayer")
+    found = cache.layers[layer]
+    return _is_own(found, type(found), "DynamicLayer", "DynamicSlidingWindowLayer")
+
+
+def _is_own(instance: Any, kind: Any, *names: str) -> bool:
+    """Whether it is one of these classes of transformers, and nobody has replaced its `update`."""
+    home = sys.modules.get("transformers.cache_utils")
+    if kind.__name__ not in names or getattr(home, kind.__name__, None) is not kind:
+        return False
+    code = getattr(getattr(kind, "update", None), "__code__", None)
+    is_replaced = instance is not None and "update" in vars(instance)
+    is_given = code is not None and code.co_filename == getattr(home, "__file__", None)
+    return is_given and not is_replaced and type(torch.cat) is BuiltinFunctionType
 
 
 class TimmAttention(AttentionCall):
