@@ -16,6 +16,7 @@ import transformer_ops as tops
 
 transformers: Any = pytest.importorskip("transformers")
 
+from transformers.cache_utils import DynamicLayer  # noqa: E402
 from transformers.models.llama import modeling_llama as llama  # noqa: E402
 
 ALL_ATTENTION_FUNCTIONS: Any = llama.ALL_ATTENTION_FUNCTIONS
@@ -367,3 +368,23 @@ def test_the_cache_has_two_names(kind: type[Any]) -> None:
         found = model(input_ids=TOKENS, use_cache=False).logits
     assert seen.count == 0
     torch.testing.assert_close(found, plain(input_ids=TOKENS, use_cache=False).logits)
+
+
+@pytest.mark.parametrize("where", [(torch, "cat"), (DynamicLayer, "update")], ids=lambda w: w[1])
+def test_a_cache_that_returns_something_else(
+    where: tuple[Any, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = make("Llama")
+    model = copy.deepcopy(plain)
+    tops.fuse(model)
+    before = model(input_ids=TOKENS).logits
+    given = getattr(*where)
+
+    def larger(*args: Any, **kwargs: Any) -> Any:
+        found = given(*args, **kwargs)
+        return tuple(2 * one for one in found) if isinstance(found, tuple) else 2 * found
+
+    monkeypatch.setattr(*where, larger)
+    found, want = (one(input_ids=TOKENS).logits for one in (model, plain))
+    assert not torch.allclose(found, before)
+    torch.testing.assert_close(found, want)
