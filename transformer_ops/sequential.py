@@ -20,6 +20,7 @@ from .marks import constant, disabled, may_be_traced
 from .op.base import FusibleOperation
 from .op.fx import symbolic_call
 from .op.hooks import HookDicts, has_hooks
+from .op.methods import shown
 from .op.names import check_count
 from .op.observers import Observer
 from .op.state_dict import modules_with_known_shapes, shape_mismatches
@@ -475,7 +476,7 @@ class Sequential(nn.Module, Observer):
             if not places or not isinstance(modules[places[0]], FusibleOperation):
                 raise ValueError(
                     "[Sequential] op_kwargs keys must be fusible ops of the Sequential or their "
-                    f"indices, got {key!r}"
+                    f"indices, got {shown(key)}"
                 )
             for place in places:
                 by_module[place] = given

@@ -305,7 +305,7 @@ def test_the_context_says_what_is_needed(x):
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
-        (None, "op_forward must return tensors, got NoneType"),
+        (None, "op_forward must return tensors, got None"),
         (3.0, "op_forward must return tensors, got float 3.0"),
     ],
 )

@@ -67,7 +67,11 @@ def test_a_rule_of_the_users(rule: tops.FuseRule) -> None:
 
 @pytest.mark.parametrize(
     ("answer", "reason"),
-    [(3, "gave int in place of ops"), ([], "gave list in place of ops"), ([4], "gave list")],
+    [
+        (3, "gave int 3 in place of ops"),
+        ([], "gave an empty list"),
+        ([4], "gave int 4 in place of op 0"),
+    ],
 )
 def test_a_rule_that_answers_nonsense(answer: Any, reason: str) -> None:
     rule = tops.register_fuse_rule("nonsense", STATEMENTS, lambda *_: answer)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..op.base import BasicOperation, FusibleOperation
+from ..op.methods import shown
 
 
 @dataclass(frozen=True)
@@ -41,11 +42,13 @@ def check_pattern(entries: object) -> Pattern:
     """Raises TypeError if an entry is no class of basic ops, and ValueError if all entries are
     optional."""
     if not isinstance(entries, list | tuple):
-        raise TypeError(f"[fusion] pattern must be a list of classes of basic ops, got {entries!r}")
+        raise TypeError(
+            f"[fusion] pattern must be a list of classes of basic ops, got {shown(entries)}"
+        )
     pattern = tuple(_entry(found) for found in entries)
     if all(entry.optional for entry in pattern):
         raise ValueError(
-            f"[fusion] pattern must have an entry that is not optional, got {list(pattern)!r}"
+            f"[fusion] pattern must have an entry that is not optional, got {len(pattern)} that are"
         )
     return pattern
 
@@ -63,6 +66,5 @@ def _check_classes(classes: tuple[Any, ...]) -> tuple[type[BasicOperation], ...]
         hint = ""
         if isinstance(cls, type) and issubclass(cls, FusibleOperation):
             hint = ", which stands for several: name those that its basic_ops hold"
-        got = cls.__name__ if isinstance(cls, type) else repr(cls)
-        raise TypeError(f"[fusion] pattern must name classes of basic ops, got {got}{hint}")
+        raise TypeError(f"[fusion] pattern must name classes of basic ops, got {shown(cls)}{hint}")
     return classes

@@ -13,6 +13,7 @@ from ..marks import outside_of_jit_trace
 from ..op.base import BasicOperation, FusibleOperation
 from ..op.checks import DTYPES
 from ..op.fused import FusedOperation
+from ..op.methods import is_text, shown
 from ..op.names import OpName
 from ..op.ops import Ops
 from . import registry
@@ -80,7 +81,7 @@ class PlanningSession:
         if not isinstance(returned, list | tuple):
             raise RuntimeError(
                 f"[{handle.name}] a {pass_name} fusion must return a list of ops, got "
-                f"{returned!r} (ops: {_names(given)})"
+                f"{shown(returned)} (ops: {_names(given)})"
             )
         self._check(handle, pass_name, groups, given, returned)
         answer = self._answer(groups, given, returned)
@@ -135,10 +136,10 @@ class PlanningSession:
             op._watch()
         with _NoNumbers():
             reason = _call(handle, "guard", ops, handle.guard)
-        if reason is not None and not isinstance(reason, str):
+        if reason is not None and not is_text(reason):
             raise RuntimeError(
-                f"[{handle.name}] a guard must return None or the reason why not, got {reason!r} "
-                f"(ops: {_names(ops)})"
+                f"[{handle.name}] a guard must return None or the reason why not, got "
+                f"{shown(reason)} (ops: {_names(ops)})"
             )
         return reason
 
@@ -152,7 +153,7 @@ class PlanningSession:
         if not isinstance(op, FusedOperation):
             raise RuntimeError(
                 f"[{handle.name}] a {handle.pass_name} fusion with a pattern must return a "
-                f"FusedOperation, got {op!r} (ops: {_names(ops)})"
+                f"FusedOperation, got {shown(op)} (ops: {_names(ops)})"
             )
         if [id(basic) for basic in op.basic_ops] != [id(basic) for basic in ops]:
             raise RuntimeError(

@@ -12,6 +12,7 @@ from .. import _C
 from ..locks import new_lock
 from ..op.base import BasicOperation
 from ..op.fused import FusedOperation
+from ..op.methods import is_text, shown
 from .pattern import Pattern, PatternEntry, check_pattern
 
 Pass = Literal["forward", "backward", "forward_backward"]
@@ -196,9 +197,11 @@ def _register(
     if isinstance(func, FusionHandle) and func.func is not None:
         func = func.func
     if not callable(func) or isinstance(func, FusionHandle):
-        raise TypeError(f"[fusion] func must be callable, got {func!r}")
-    if name is not None and not isinstance(name, str):
-        raise TypeError(f"[fusion] name must be a str or None, got {name!r}")
+        raise TypeError(f"[fusion] func must be callable, got {shown(func)}")
+    if name is not None and not is_text(name):
+        raise TypeError(f"[fusion] name must be a str or None, got {shown(name)}")
+    if type(prepend) is not bool:
+        raise TypeError(f"[fusion] prepend must be a bool, got {shown(prepend)}")
     entries = None if pattern is None else check_pattern(pattern)
     check_kind(func, pass_name, entries, guard)
     with _lock:
@@ -212,7 +215,7 @@ def _register(
         label = name if name is not None else getattr(func, "__name__", type(func).__name__)
         origin = getattr(func, "__module__", None) or "user"
         rows = [(entry.names, entry.optional) for entry in entries or ()]
-        identity = _C.add_user_fusion(label, pass_name, origin, bool(prepend), rows)
+        identity = _C.add_user_fusion(label, pass_name, origin, prepend, rows)
         handle = FusionHandle(identity, label, pass_name, origin, func, entries, guard)
         _handles[identity] = handle
     return handle
@@ -226,12 +229,12 @@ def check_kind(
     fused = func if isinstance(func, type) and issubclass(func, FusedOperation) else None
     if pattern is None:
         if fused is not None:
-            raise TypeError(f"[fusion] a fused op must have a pattern, got {func!r} alone")
+            raise TypeError(f"[fusion] a fused op must have a pattern, got {shown(func)} alone")
         if guard is not None:
-            raise TypeError(f"[fusion] a guard must have a pattern, got {guard!r} alone")
+            raise TypeError(f"[fusion] a guard must have a pattern, got {shown(guard)} alone")
         return
     if guard is not None and not callable(guard):
-        raise TypeError(f"[fusion] guard must be callable or None, got {guard!r}")
+        raise TypeError(f"[fusion] guard must be callable or None, got {shown(guard)}")
     if fused is not None:
         check_methods("fusion", pass_name, fused, ValueError)
 

@@ -17,6 +17,7 @@ from .. import _C
 from ..op.base import FusibleOperation
 from ..op.borrowed import Borrowed, add_guards, class_of, find_obstacle, has_stored
 from ..op.hooks import HOOKS
+from ..op.methods import shown
 from ..op.tensor_parallel import is_dtensor
 from ..op.view import View
 from ..quantization.stored import is_in_4_bits, is_packed
@@ -402,9 +403,13 @@ class Region:
         except Exception as error:
             what = f"{type(error).__name__}: {error}"
             raise FuseSkip(f"the rule {self.rule.name} raised {what}") from error
-        is_list = isinstance(ops, Sequence) and all(isinstance(op, nn.Module) for op in ops)
-        if not is_list or not ops:
-            raise FuseSkip(f"the rule {self.rule.name} gave {type(ops).__name__} in place of ops")
+        if not isinstance(ops, list | tuple):
+            raise FuseSkip(f"the rule {self.rule.name} gave {shown(ops)} in place of ops")
+        for k, op in enumerate(ops):
+            if not isinstance(op, nn.Module):
+                raise FuseSkip(f"the rule {self.rule.name} gave {shown(op)} in place of op {k}")
+        if not ops:
+            raise FuseSkip(f"the rule {self.rule.name} gave an empty list in place of ops")
         return ops
 
 

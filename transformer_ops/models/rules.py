@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
-from torch import Tensor, nn
+from torch import SymBool, Tensor, nn
 
 from ..locks import new_lock
+from ..op.methods import is_text, shown
 from .pattern import INPUT, Names, Pattern
 
 __all__ = ["FuseRule", "FuseSkip", "FuseUnfit", "register_fuse_rule", "rules_named"]
@@ -79,10 +80,12 @@ def register_fuse_rule(
     `when(module, tensor)` is true, of the tensor that they are given.
 
     Raises:
+        TypeError: an argument has the wrong type.
         ValueError: a rule of that name is there, or `statements` are no statements that read an `H`
-            and assign a variable in the end. A call in which `when` raises is a RuntimeError.
+            and assign a variable in the end. A call in which `when` raises, or
+            returns no bool, is a RuntimeError.
     """
-    texts = [statements] if isinstance(statements, str) else statements
+    texts = _check_arguments(name, statements, make, method, when)
     try:
         patterns = tuple(map(Pattern, texts))
     except SyntaxError as error:
@@ -102,18 +105,44 @@ def register_fuse_rule(
     return rule
 
 
+def _check_arguments(
+    name: object, statements: object, make: object, method: object, when: object
+) -> list[str]:
+    """The texts of the statements. Raises TypeError if an argument has the wrong type."""
+    for what, value in (("name", name), ("method", method)):
+        if not is_text(value):
+            raise TypeError(f"[register_fuse_rule] {what} must be a str, got {shown(value)}")
+    texts = list(statements) if isinstance(statements, list | tuple) else [statements]
+    for text in texts or (statements,):
+        if not is_text(text):
+            raise TypeError(
+                f"[register_fuse_rule] statements must be a str or a list of str, got {shown(text)}"
+            )
+    for what, value, rule in (("make", make, ""), ("when", when, " or None")):
+        if not (callable(value) or (rule and value is None)):
+            raise TypeError(
+                f"[register_fuse_rule] {what} must be callable{rule}, got {shown(value)}"
+            )
+    return cast(list[str], texts)
+
+
 def _named(name: str, when: Condition) -> Condition:
     """The condition with the name of its rule in errors."""
 
     @functools.wraps(when)
     def condition(module: Any, tensor: Tensor) -> bool:
         try:
-            return when(module, tensor)
+            found = when(module, tensor)
         except Exception as error:
             raise RuntimeError(
                 f"[fuse] when of the rule {name} must not raise, got {type(error).__name__}: "
                 f"{error}"
             ) from error
+        if not isinstance(found, bool | SymBool):
+            raise RuntimeError(
+                f"[fuse] when of the rule {name} must return a bool, got {shown(found)}"
+            )
+        return found
 
     return condition
 
@@ -125,11 +154,13 @@ def rules_named(names: Iterable[str | FuseRule] | None) -> tuple[FuseRule, ...]:
         known = dict(_rules)
     if names is None:
         return tuple(known.values())
+    if isinstance(names, str | Tensor) or not isinstance(names, Iterable):
+        raise TypeError(f"[fuse] rules must be a list of rules or names, got {shown(names)}")
     found = []
     for name in names:
-        if not isinstance(name, FuseRule) and name not in known:
+        if not isinstance(name, FuseRule) and (type(name) is not str or name not in known):
             listed = ", ".join(known)
-            raise ValueError(f"[fuse] rules must be some of {listed}, got {name!r}")
+            raise ValueError(f"[fuse] rules must be some of {listed}, got {shown(name)}")
         found.append(name if isinstance(name, FuseRule) else known[name])
     order = list(known.values())
     return tuple(sorted(found, key=lambda r: order.index(r) if r in order else len(order)))

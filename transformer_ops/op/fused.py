@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
 from . import methods
@@ -23,8 +23,9 @@ class FusedOperation(FusibleOperation):
         """Raises TypeError unless `basic_ops` is a list of basic ops, ValueError if it is empty."""
         super().__init__()
         name = type(self).__name__
-        if not isinstance(basic_ops, Iterable):
-            raise TypeError(f"[{name}] basic_ops must be a list of basic ops, got {basic_ops!r}")
+        if not isinstance(basic_ops, list | tuple | Iterator):
+            got = methods.shown(basic_ops)
+            raise TypeError(f"[{name}] basic_ops must be a list of basic ops, got {got}")
         ops = tuple(basic_ops)
         for op in ops:
             if not isinstance(op, BasicOperation):
@@ -32,7 +33,9 @@ class FusedOperation(FusibleOperation):
                     f"[{name}] basic_ops must hold BasicOperation only, got {type(op).__name__}"
                 )
         if not ops:
-            raise ValueError(f"[{name}] basic_ops must not be empty, got {basic_ops!r}")
+            raise ValueError(
+                f"[{name}] basic_ops must not be empty, got {methods.shown(basic_ops)}"
+            )
         # It is a tuple, so that nn.Module does not register the ops a second time.
         self._basic_ops = ops
 

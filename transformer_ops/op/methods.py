@@ -9,7 +9,8 @@ There are two families, `op_*` and `fuser_*`, each with two forward styles:
 from __future__ import annotations
 
 import inspect
-from typing import Any, Literal, NamedTuple
+from types import FunctionType
+from typing import Any, Literal, NamedTuple, cast
 
 Family = Literal["op", "fuser"]
 Style = Literal["single", "split"]
@@ -154,12 +155,20 @@ def _keywords_of(method: object) -> tuple[str, ...]:
 
 
 def shown(value: object) -> str:
-    """A value as an error names it: its type, and the value itself if it is short and plain."""
+    """A value as an error names it: a class or a function by its name, others by their type, and by
+    the value itself if it is short and plain. It never calls the value's own methods."""
     name = type(value).__name__
-    if value is None or not isinstance(value, bool | int | float | str):
+    if issubclass(type(value), type | FunctionType):
+        return cast(Any, value).__name__
+    if type(value) not in (type(None), bool, int, float, str):
         return name
     text = repr(value)
-    return f"{name} {text}" if len(text) <= 40 else name
+    return text if value is None else f"{name} {text}" if len(text) <= 40 else name
+
+
+def is_text(value: object) -> bool:
+    """Whether it is a str without lone surrogates, which C++ and files cannot take."""
+    return type(value) is str and not any("\ud800" <= c <= "\udfff" for c in value)
 
 
 def unpacked(op: object, method: str, returned: Any, names: str) -> tuple[Any, ...]:

@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, cast
 
-from torch import Tensor
+import torch
+from torch import Tensor, strided
 
 from ..op.base import BasicOperation, FusibleOperation
 from ..op.context import OperationContext
@@ -118,6 +119,11 @@ def _check_gradient(op: FusibleOperation, what: str, gradient: Any) -> None:
             f"[{type(op).__name__}] {op._python_backward}_backward must return a tensor or None "
             f"as the gradient of {what}, got {shown(gradient)}"
         )
+    if gradient is not None and gradient.layout != strided:
+        raise RuntimeError(
+            f"[{type(op).__name__}] {op._python_backward}_backward must return a dense tensor or "
+            f"None as the gradient of {what}, got one with layout {gradient.layout}"
+        )
 
 
 def forward_method(op: FusibleOperation, saves: bool = False) -> str:
@@ -142,6 +148,23 @@ def check_output(op: FusibleOperation, output: Any) -> Tensor:
             f"[{type(op).__name__}] {forward_method(op)} must return tensors, got {shown(output)}"
         )
     return output
+
+
+def check_real(
+    op: FusibleOperation, method: str, tensors: Iterable[Tensor | None], like: Tensor
+) -> None:
+    """Raises RuntimeError for a tensor without numbers, if `like` has them."""
+    for tensor in tensors:
+        if tensor is not None and _has_no_numbers(tensor) and not _has_no_numbers(like):
+            kind = type(tensor).__name__
+            got = "a tensor on meta" if issubclass(Tensor, type(tensor)) else kind
+            raise RuntimeError(
+                f"[{type(op).__name__}] {method} must give tensors with numbers, got {got}"
+            )
+
+
+def _has_no_numbers(tensor: Tensor) -> bool:
+    return tensor.is_meta or isinstance(tensor, torch._subclasses.FakeTensor)
 
 
 def check_saved(op: FusibleOperation, tensors: Any) -> None:
