@@ -89,8 +89,7 @@ class Recomputation {
   // The dtype to which runtime/autocast.py casts the main tensor of an op of a Python step.
   std::optional<DType> host_cast(int op) const {
     const auto wanted = analysis_.required_dtype(op);
-    const bool is_cast = wanted && wanted == analysis_.key().autocast;
-    return is_cast && dtypes_[op] == DType::Float32 ? wanted : std::nullopt;
+    return wanted != dtypes_[op] ? wanted : std::nullopt;
   }
 
   // The dtype in which an op reads its main tensor.

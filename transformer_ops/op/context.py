@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -12,13 +14,20 @@ class OperationContext:
     """The state of one op between its forward and its backward; any attribute may be set on it.
 
     `dtype` is the compute dtype of the op. `requires_grad` says whether its backward will run.
+    `attributes` are the constructor arguments with which a native op runs, as they were in forward.
     `saved_tensors` are the tensors that forward saved (in backward only; in slot order for a native
     op).
     """
 
-    def __init__(self, *, requires_grad: bool = True, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        requires_grad: bool = True,
+        dtype: torch.dtype | None = None,
+        attributes: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
         self.requires_grad = requires_grad
         self.dtype = dtype
+        self.attributes = attributes
         self.to_save: tuple[Tensor | None, ...] = ()
         self.saved_tensors: tuple[Tensor | None, ...] = ()
 

@@ -26,9 +26,7 @@ class Autocast:
         """A tensor of an op that computes in `dtype`."""
         if dtype is None or dtype != self.dtype or tensor.dtype != torch.float32:
             return tensor
-        cast = tensor.to(dtype)
-        # Methods ask which gradients they have to compute. Inside the node a cast has no history.
-        return cast.requires_grad_() if tensor.requires_grad else cast
+        return in_dtype(tensor, dtype)
 
     def stand_ins(
         self,
@@ -70,6 +68,15 @@ class Autocast:
             return nullcontext()
         # A cached cast has no history, so forward calls in the surrounding region must not use it.
         return torch.autocast(grad.device.type, self.dtype, cache_enabled=False)
+
+
+def in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The input of a step that computes in `dtype`."""
+    if tensor.dtype == dtype or not tensor.is_floating_point():
+        return tensor
+    cast = tensor.to(dtype)
+    # Methods ask which gradients they have to compute. Inside the node a cast has no history.
+    return cast.requires_grad_() if tensor.requires_grad else cast
 
 
 def _parameters(

@@ -14,7 +14,7 @@ from ..op.base import BasicOperation, FusibleOperation
 from ..op.context import OperationContext
 from ..plan.plan import Plan, Step
 from . import delayed, main_grad, method_calls
-from .autocast import Autocast
+from .autocast import Autocast, in_dtype
 from .stand_ins import StandIns
 from .weight_call import Weight, WeightCall
 
@@ -23,7 +23,7 @@ Tensors = Sequence[Tensor | None]
 
 _NO_STAND_INS = StandIns()
 # The attributes of a context that are there from the start.
-_OWN = ("to_save", "saved_tensors", "requires_grad", "dtype")
+_OWN = ("to_save", "saved_tensors", "requires_grad", "dtype", "attributes")
 # A placeholder for a tensor among other values.
 _TENSOR = object()
 
@@ -40,6 +40,22 @@ def check_kwargs(ops: Sequence[BasicOperation], kwargs: Kwargs) -> None:
             raise TypeError(
                 f"[{type(op).__name__}] a native op takes no keyword arguments, got {sorted(given)}"
             )
+
+
+def _without_views(outputs: Tensors, given: Tensors) -> list[Tensor | None]:
+    """Outputs that may change in place. Autograd refuses that for a view of a tensor that it does
+    not know, such as `y.reshape(x.shape)`."""
+    if not any(tensor is not None and tensor._is_view() for tensor in outputs):
+        return list(outputs)
+    memory = [t.untyped_storage()._cdata for t in (*outputs, *given) if t is not None]
+    return [
+        tensor.detach()
+        if tensor is not None
+        and tensor._is_view()
+        and memory.count(tensor.untyped_storage()._cdata) == 1
+        else tensor
+        for tensor in outputs
+    ]
 
 
 class HostStep:
@@ -197,14 +213,14 @@ class HostCall(WeightCall):
         """Runs a step of forward. Returns the main output, extra outputs, slots of native ops."""
         step = self.plan.forward_steps[number]
         op, first = step.op, self.plan.plan.first_backward
-        input_ = self.plan.autocast.cast(cast(Tensor, tensors[0]), dtypes[0])
+        input_ = in_dtype(cast(Tensor, tensors[0]), dtypes[0])
         given = iter(tensors[1:])
         extra_inputs = [
             tuple(self._with_requires_grad(i, k, next(given)) for k in count)
             for i, count in zip(step.ops, step.extra_inputs, strict=True)
         ]
         contexts = [
-            OperationContext(requires_grad=i >= first, dtype=dtype)
+            OperationContext(i >= first, dtype, self.plan.plan.ops[i][1])
             for i, dtype in zip(step.ops, dtypes, strict=True)
         ]
         self.contexts.update(zip(step.ops, contexts, strict=True))
@@ -219,8 +235,13 @@ class HostCall(WeightCall):
         results = [self.original(method_calls.check_output(op, output))]
         for i, found in zip(step.ops, extra, strict=True):
             results += [self._extra_output(step, i, k, tensor) for k, tensor in enumerate(found)]
+        is_trace = self.stand_ins.is_trace
+        if not is_trace:
+            results = _without_views(results, tensors)
         for i in step.ops:
             results += self._slots_of(step, i)
+        if not is_trace:
+            method_calls.check_real(op, method_calls.forward_method(op), results, input_)
         self.seen.update(map(id, (input_, *tensors)))
         self.seen.update(map(id, results))
         return results
@@ -379,10 +400,13 @@ class HostCall(WeightCall):
             results += self._parameter_grads(step, i, found)
         for i, found in zip(step.ops, grad_extra_inputs, strict=True):
             results += found or [None] * self.plan.basic_ops[i].num_extra_inputs
+        if not self.stand_ins.is_trace:
+            method = f"{step.op._python_backward}_backward"
+            method_calls.check_real(step.op, method, results, cast(Tensor, grads[0]))
         return results
 
     def _context(self, op: int, dtype: torch.dtype | None, saved: Tensors) -> OperationContext:
-        context = self.contexts.get(op) or OperationContext(dtype=dtype)
+        context = self.contexts.get(op) or OperationContext(True, dtype, self.plan.plan.ops[op][1])
         plan = self.plan
         names = plan.plan.slots[op]
 
