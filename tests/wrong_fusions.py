@@ -103,8 +103,8 @@ class Fork(tops.FusedOperation):
     def outputs(self, x: Tensor, extra: Tensor) -> tuple[Tensor, Tensor]:
         return x * self.basic_ops[1].scale + extra, x.clone()
 
-    def gradients(self, grad: Tensor, grad_extra: Tensor) -> tuple[Any, Any]:
-        return grad * self.basic_ops[1].scale + grad_extra, grad
+    def gradients(self, scale: float, grad: Tensor, grad_extra: Tensor) -> tuple[Any, Any]:
+        return grad * scale + grad_extra, grad
 
     def fuser_forward_compute(
         self, input_: Tensor, *, basic_op_extra_inputs: Any, **unused: Any
@@ -118,7 +118,8 @@ class Fork(tops.FusedOperation):
     def fuser_backward(
         self, basic_op_ctxs: Any, grad_output: Tensor, *, basic_op_grad_extra_outputs: Any
     ) -> Any:
-        grad, grad_extra = self.gradients(grad_output, basic_op_grad_extra_outputs[0][0])
+        scale = basic_op_ctxs[1].attributes["scale"]
+        grad, grad_extra = self.gradients(scale, grad_output, basic_op_grad_extra_outputs[0][0])
         return grad, [(), (), ()], [(), (), (grad_extra,)]
 
 
@@ -344,11 +345,11 @@ def forks() -> Iterator[Row]:
 
     yield wrong("extra: shared memory", Fork, "memory of its own", outputs=shared)
     grads: dict[str, Callable[..., Any]] = {
-        "extra output's gradient ignored": lambda self, g, extra: (g * 2, g),
-        "extra output's gradient alone": lambda self, g, extra: (extra, g),
-        "extra input's gradient missing": lambda self, g, extra: (g * 2 + extra, None),
-        "extra input's gradient scaled": lambda self, g, extra: (g * 2 + extra, 2 * g),
-        "extra gradient in place": lambda self, g, extra: (extra.add_(2 * g), g),
+        "extra output's gradient ignored": lambda self, s, g, extra: (g * 2, g),
+        "extra output's gradient alone": lambda self, s, g, extra: (extra, g),
+        "extra input's gradient missing": lambda self, s, g, extra: (g * 2 + extra, None),
+        "extra input's gradient scaled": lambda self, s, g, extra: (g * 2 + extra, 2 * g),
+        "extra gradient in place": lambda self, s, g, extra: (extra.add_(2 * g), g),
     }
     for name, method in grads.items():
         yield wrong(f"extra: {name}", Fork, "", gradients=method)
@@ -379,10 +380,86 @@ def unsaved() -> Iterator[Row]:
 
     yield wrong("extra: a fixed scale", Fork, "attributes of other values", outputs=fixed)
 
-    def assumes(self: Any, grad: Tensor, grad_extra: Tensor) -> Any:
+    def assumes(self: Any, scale: float, grad: Tensor, grad_extra: Tensor) -> Any:
         return grad * 2 + grad_extra, grad
 
     yield wrong("extra: a fixed scale in backward", Fork, "attributes of", gradients=assumes)
 
+    def reads(self: Any, scale: float, grad: Tensor, grad_extra: Tensor) -> Any:
+        return grad * self.basic_ops[1].scale + grad_extra, grad
 
-WRONG = [*unsaved(), *slots(), *outputs(), *gradients(), *joints(), *forks()]
+    message = "attributes that backward read"
+    yield wrong("extra: the scale is read in backward", Fork, message, gradients=reads)
+
+
+def numbers() -> Iterator[Row]:
+    """What is wrong only for some numbers, sizes, layouts and modes."""
+    cache: dict[Any, Tensor] = {}
+
+    def cached(key: Any, tensor: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            return tensor
+        return cache.setdefault((key, tensor.shape, tensor.dtype), tensor.detach().clone())
+
+    def in_buffer(tensor: Tensor) -> Tensor:
+        return tensor if torch.compiler.is_compiling() else cached("", tensor).copy_(tensor)
+
+    def eagerly(setting: Callable[[], Any], output: Tensor) -> Tensor:
+        torch.compiler.is_compiling() or setting()
+        return output
+
+    outputs: dict[str, Callable[..., Tensor]] = {
+        "large inputs": lambda self, x, w, h: h * (h.exp() / (1 + h.exp())),
+        "NaN in inputs": lambda self, x, w, h: torch.where(h == h, silu(h), torch.zeros_like(h)),
+        "weights that are not contiguous": lambda self, x, w, h: silu(
+            x @ w.as_strided(w.shape, (w.shape[1], 1)).T
+        ),
+        "65 rows": lambda self, x, w, h: torch.cat([silu(h[:64]), 0 * h[64:]]),
+        "be contiguous": lambda self, x, w, h: silu((w @ x.mT).mT if x.dim() > 1 else h),
+        "inference mode": lambda self, x, w, h: silu(h) + torch.is_inference_mode_enabled(),
+        "random state": lambda self, x, w, h: eagerly(lambda: torch.rand(3), silu(h)),
+        "the default dtype": lambda self, x, w, h: eagerly(
+            lambda: torch.set_default_dtype(torch.float64), silu(h)
+        ),
+        "the flushing of denormal": lambda self, x, w, h: eagerly(
+            lambda: torch.set_flush_denormal(True), silu(h)
+        ),
+        "another call before backward": lambda self, x, w, h: in_buffer(silu(h)),
+        "written through .data": lambda self, x, w, h: silu(
+            x @ cached((w.data_ptr(), w._version), w).T
+        ),
+    }
+    for message, method in outputs.items():
+        yield wrong(f"numbers: {message}", Slots, message, output=method)
+    derivatives: dict[str, Callable[..., Tensor]] = {
+        "large inputs": lambda self, g, h: silu_gradient(g, h) * (h.exp() / h.exp()),
+        "float16, large gradients": lambda self, g, h: silu_gradient(g * 1024, h) / 1024,
+        "NaN in gradients": lambda self, g, h: silu_gradient(g.nan_to_num(), h),
+        "gradients of zeros": lambda self, g, h: silu_gradient(g / (m := g.abs().sum()) * m, h),
+    }
+    for message, method in derivatives.items():
+        yield wrong(f"gradient of numbers: {message}", Grads, message, derivative=method)
+    right = Joint.gradients
+    joints: dict[str, Callable[..., Any]] = {
+        "four dimensions": lambda self, g, x, w, b: (
+            right(self, g, x, w, b)
+            if g.dim() < 4
+            else (right(self, g, x, w, b)[0], *right(self, g[0], x[0], w, b)[1:])
+        ),
+        "thousands of rows": lambda self, g, x, w, b: (
+            right(self, g, x, w, b)[0],
+            *right(self, rows(g)[:4096], rows(x)[:4096], w, b)[1:],
+        ),
+        "more than one backward": lambda self, g, x, w, b: (
+            *right(self, g, x, w, b)[:2],
+            in_buffer(right(self, g, x, w, b)[2]),
+        ),
+        "training changed": lambda self, g, x, w, b: [
+            grad * (1 + (not self.basic_ops[0].training)) for grad in right(self, g, x, w, b)
+        ],
+    }
+    for message, method in joints.items():
+        yield wrong(f"numbers of a joint fusion: {message}", Joint, "", gradients=method)
+
+
+WRONG = [*numbers(), *unsaved(), *slots(), *outputs(), *gradients(), *joints(), *forks()]

@@ -124,7 +124,7 @@ def test_a_right_rule() -> None:
         (float32_only, "float64: output differs"),
         (only_in_training, "eval: output differs"),
         (refusing, "the rule must fuse a part of Block, got Block: too small"),
-        (lambda module, names: 3, "got Block: the rule mine gave int in place of ops"),
+        (lambda module, names: 3, "got Block: the rule mine gave int 3 in place of ops"),
         (lambda module, names: module.head, "raised AttributeError"),
     ],
 )
@@ -187,7 +187,7 @@ def test_no_statements() -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ((3, Block(), X), TypeError, "rule must be a FuseRule or its name, got 3"),
+        ((3, Block(), X), TypeError, "rule must be a FuseRule or its name, got int 3"),
         (("norm", Block, X), TypeError, "model must be an nn.Module"),
         (("norm", Block()), TypeError, "inputs must be tensors, one at least"),
         (("norm", Block(), [1.0]), TypeError, "inputs must be tensors"),

@@ -15,8 +15,9 @@ from ..models.fuse import fuse
 from ..models.nearest import nearest_statements
 from ..models.report import FuseReport
 from ..models.rules import FuseRule, rules_named
-from .comparison import Comparison, FusionCheck, check_tolerances
-from .subject import Subject, change_attributes
+from ..op.methods import shown
+from .comparison import Comparison, FusionCheck, check_inputs, check_tolerances
+from .subject import Subject, with_attributes
 from .ways import Way, compiled_ways, eager_ways
 
 __all__ = ["check_fuse_rule"]
@@ -51,11 +52,12 @@ def check_fuse_rule(
         TypeError, ValueError: an argument is wrong.
     """
     if not isinstance(rule, FuseRule | str):
-        raise TypeError(f"[check_fuse_rule] rule must be a FuseRule or its name, got {rule!r}")
+        raise TypeError(f"[check_fuse_rule] rule must be a FuseRule or its name, got {shown(rule)}")
     if not isinstance(model, nn.Module):
-        raise TypeError(f"[check_fuse_rule] model must be an nn.Module, got {model!r}")
-    if not inputs or not all(isinstance(tensor, Tensor) for tensor in inputs):
-        raise TypeError(f"[check_fuse_rule] inputs must be tensors, one at least, got {inputs!r}")
+        raise TypeError(f"[check_fuse_rule] model must be an nn.Module, got {shown(model)}")
+    if not inputs:
+        raise TypeError("[check_fuse_rule] inputs must be tensors, one at least, got ()")
+    check_inputs("check_fuse_rule", inputs)
     check_tolerances("check_fuse_rule", rtol, atol)
     (found,) = rules_named([rule])
     check = _Rule(found, inputs, rtol, atol)
@@ -64,7 +66,9 @@ def check_fuse_rule(
     (numbers,) = check.run(fused, unfused, "", [Way()])
     parameters = fused.parameters
     dtype = next((t.dtype for t in inputs if t.is_floating_point()), torch.float32)
-    ways = eager_ways(parameters, dtype, len(inputs), len(numbers.shared), alone=False)
+    ways = eager_ways(
+        parameters, fused.attributes, dtype, len(inputs), len(numbers.shared), alone=False
+    )
     check.run(fused, unfused, "", list(ways)[1:])
     compiled = [way._replace(compiled=True) for way in compiled_ways(parameters)]
     check.run(fused, unfused, "", compiled)
@@ -73,6 +77,8 @@ def check_fuse_rule(
 
 class _Model(Subject):
     """Copies of a model, fused by the rule unless it is None."""
+
+    keeps_random_state = False  # the first call makes ops, and their parameters may be random
 
     def __init__(self, model: nn.Module, rule: FuseRule | None) -> None:
         self._model, self._rule = model, rule
@@ -97,19 +103,21 @@ class _Model(Subject):
         return ", ".join(f"{row.path or 'the model'} ({row.kind})" for row in report.fused)
 
     def _copy(self, way: Way) -> tuple[nn.Module, FuseReport | None]:
-        key = (way.dtype, way.training, way.recompute, way.values == "attributes")
+        key = (way.dtype, way.training, way.recompute, way.attributes)
         if key not in self._copies:
             made = copy.deepcopy(self._model)
             for module in made.modules():
                 module.training = module.training and way.training
             if way.dtype is not None:
                 made.to(way.dtype)
-            for module in made.modules() if way.values == "attributes" else ():
-                change_attributes(module, ("eps", "p"))
+            with_attributes(way, ((module, ("eps", "p")) for module in made.modules()))
             rules = [] if self._rule is None else [self._rule]
             report = fuse(made, rules=rules, recompute=way.recompute) if rules else None
             self._copies[key] = made, report
         return self._copies[key]
+
+    def _modules(self, way: Way) -> list[nn.Module]:
+        return list(self._copy(way)[0].modules())
 
     def _parameters(self, way: Way) -> dict[str, Tensor]:
         named = self._copy(way)[0].named_parameters()

@@ -8,16 +8,18 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..fuser import OperationFuser
 from ..fusion import registry
+from ..fusion.pattern import Pattern, check_pattern
 from ..op.base import FusibleOperation
 from ..op.fused import FusedOperation
+from ..op.methods import shown
 from ..plan.plan import Plan, Step
 from ..sequential import Sequential
-from .comparison import ALONE, Comparison, FusionCheck, check_tolerances
-from .subject import Subject, change_attributes
+from .comparison import ALONE, Comparison, FusionCheck, check_inputs, check_tolerances
+from .subject import Subject, with_attributes
 from .ways import Way, compiled_ways, eager_ways
 
 __all__ = ["check_fusion"]
@@ -84,12 +86,13 @@ def check_fusion(
     check = _Fusions(checked, report, inputs, rtol, atol)
     fused, unfused = OpList(ops), OpList(copy.deepcopy(ops))
     report.lists.append(", ".join(fused.kinds()))
+    report.not_met = _not_met(checked.pattern, ops, inputs)
     numbers = check.run(fused, unfused, "", [Way()])
     outputs = len(numbers[0].shared)
     runs = _runs(checked, fused.plans(Way()))
     dtype = next((t.dtype for t in inputs if t.is_floating_point()), torch.float32)
     parameters = fused.parameters
-    ways = eager_ways(parameters, dtype, len(inputs), outputs, alone=False)
+    ways = eager_ways(parameters, fused.attributes, dtype, len(inputs), outputs, alone=False)
     check.run(fused, unfused, "", list(ways)[1:])
     for run in runs:
         given = _alone(ops, run, inputs)
@@ -99,7 +102,7 @@ def check_fusion(
         alone, alone_unfused = OpList(ops, run), OpList(copy.deepcopy(ops), run)
         report.lists.append(f"{', '.join(alone.kinds())} alone")
         parameters = alone.parameters
-        ways = eager_ways(parameters, dtype, len(given), outputs, alone=True)
+        ways = eager_ways(parameters, alone.attributes, dtype, len(given), outputs, alone=True)
         of_run = _Fusions(checked, report, given, rtol, atol)
         of_run.run(alone, alone_unfused, ALONE, list(ways))
     compiled = [way._replace(compiled=True) for way in compiled_ways(parameters)]
@@ -114,6 +117,7 @@ class _Checked(NamedTuple):
     kind: str
     registered: Callable[[], AbstractContextManager[Any]]
     is_step: Callable[[Step], bool]
+    pattern: Pattern = ()
 
     def runs_in(self, plan: Plan) -> dict[str, list[Step]]:
         """Its steps, by the direction in which the plan should have some."""
@@ -128,7 +132,7 @@ def _checked(func: Any, kind: str, pattern: Any, guard: Any) -> _Checked:
         if pattern is not None or guard is not None:
             raise TypeError(
                 "[check_fusion] pattern and guard must be left to the handle, got "
-                f"{pattern!r} and {guard!r}"
+                f"{shown(pattern)} and {shown(guard)}"
             )
         if func.func is None:
             name = func.name
@@ -151,7 +155,27 @@ def _checked(func: Any, kind: str, pattern: Any, guard: Any) -> _Checked:
         with unfused_scope(same), register(recorded, name=name, pattern=pattern, guard=guard):
             yield
 
-    return _Checked(name, kind, registered, lambda step: any(step.fused_op is op for op in made))
+    entries = () if pattern is None else check_pattern(pattern)
+    is_step = lambda step: any(step.fused_op is op for op in made)  # noqa: E731
+    return _Checked(name, kind, registered, is_step, entries)
+
+
+def _not_met(
+    pattern: Pattern, ops: Sequence[FusibleOperation], inputs: Sequence[Tensor]
+) -> list[str]:
+    """The classes of a pattern that no op of the list has, and the sizes that it could have."""
+    basic = [basic for op in ops for basic in op.basic_ops]
+    missing = [
+        f"{'optional ' * entry.optional}{cls.__name__}"
+        for entry in pattern
+        for cls in entry.classes
+        if not any(isinstance(op, cls) for op in basic)
+    ]
+    sizes = [
+        *inputs[0].shape[-1:],
+        *(size for op in basic for p in op.parameters() for size in p.shape),
+    ]
+    return missing + ["an odd number of columns"] * all(size % 2 == 0 for size in sizes)
 
 
 def _check_arguments(
@@ -164,23 +188,25 @@ def _check_arguments(
 ) -> None:
     for name, value in (("func", func), ("make_ops", make_ops)):
         if not callable(value):
-            raise TypeError(f"[check_fusion] {name} must be callable, got {value!r}")
+            raise TypeError(f"[check_fusion] {name} must be callable, got {shown(value)}")
     if not inputs:
         raise ValueError("[check_fusion] inputs must hold the main input at least, got none")
-    for tensor in inputs:
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"[check_fusion] inputs must be tensors, got {tensor!r}")
+    check_inputs("check_fusion", inputs)
     if not isinstance(kind, str) or kind not in _REGISTER:
-        raise ValueError(f"[check_fusion] kind must be one of {', '.join(_REGISTER)}, got {kind!r}")
+        raise ValueError(
+            f"[check_fusion] kind must be one of {', '.join(_REGISTER)}, got {shown(kind)}"
+        )
     check_tolerances("check_fusion", rtol, atol)
 
 
 def _check_ops(ops: object) -> list[FusibleOperation]:
     if not isinstance(ops, list | tuple):
-        raise TypeError(f"[check_fusion] make_ops must return a list of ops, got {ops!r}")
+        raise TypeError(f"[check_fusion] make_ops must return a list of ops, got {shown(ops)}")
     for op in ops:
         if not isinstance(op, FusibleOperation):
-            raise TypeError(f"[check_fusion] make_ops must return FusibleOperations, got {op!r}")
+            raise TypeError(
+                f"[check_fusion] make_ops must return FusibleOperations, got {shown(op)}"
+            )
     if not ops:
         raise ValueError("[check_fusion] make_ops must return at least one op, got []")
     return list(ops)
@@ -233,7 +259,7 @@ class OpList(Subject):
     def _callable(self, way: Way) -> Any:
         # A Sequential, or the OperationFuser of a run.
         ops = self._copy(way)
-        key = (way.dtype, way.training, way.values == "attributes", way.recompute)
+        key = (way.dtype, way.training, way.attributes, way.recompute)
         if key not in self._groups:
             basic = [basic for op in ops for basic in op.basic_ops]
             self._groups[key] = (
@@ -260,16 +286,18 @@ class OpList(Subject):
         return all(one._is_traceable() for one in members)
 
     def _copy(self, way: Way) -> list[FusibleOperation]:
-        key = (way.dtype, way.training, way.values == "attributes")
+        key = (way.dtype, way.training, way.attributes)
         if key not in self._copies:
             made: list[FusibleOperation] = copy.deepcopy(list(self._ops))
             for op in made:
                 op.to(way.dtype) if way.dtype is not None else op
                 op.train(op.training and way.training)
-                for basic in op.basic_ops if way.values == "attributes" else ():
-                    change_attributes(basic, basic._attribute_names)
+                with_attributes(way, ((basic, basic._attribute_names) for basic in op.basic_ops))
             self._copies[key] = made
         return self._copies[key]
+
+    def _modules(self, way: Way) -> list[nn.Module]:
+        return [module for op in self._copy(way) for module in op.modules()]
 
     def _parameters(self, way: Way) -> dict[str, Tensor]:
         ops = self._copy(way)

@@ -8,9 +8,24 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from .ways import LAYOUTS, SHAPES, Way
+from .ways import (
+    ATTRIBUTES,
+    GRADIENTS,
+    LAYOUTS,
+    MORE_SHAPES,
+    NO_ATTRIBUTE,
+    SHAPES,
+    STATES,
+    VALUES,
+    Way,
+    strided,
+    transposed,
+)
+
+# The state of the generator of random numbers after a call, among the numbers of the call.
+RANDOM_STATE = "random state"
 
 
 class Numbers(NamedTuple):
@@ -20,22 +35,34 @@ class Numbers(NamedTuple):
         tensors: outputs and gradients by a name for messages; a gradient may be None.
         shared: for each output the other tensors of the call whose memory it shares.
         differentiable: the outputs that require a gradient.
-        changed: the inputs, parameters and gradients that the call changed in place.
+        changed: the tensors that the call changed in place, and the settings of the process that
+            it left changed.
+        strided: the outputs that are not contiguous, and the pairs of gradients that share memory.
     """
 
     tensors: dict[str, Tensor | None]
     shared: dict[str, frozenset[str]]
     differentiable: frozenset[str]
     changed: tuple[str, ...]
+    strided: frozenset[str]
 
 
 class Subject(ABC):
     """What a check runs: ops or a model, in every dtype and mode that a way asks for."""
 
+    # Whether a call draws as many random numbers as the one that it is compared with.
+    keeps_random_state = True
+
     @property
     def parameters(self) -> list[str]:
         """The names of the parameters that require a gradient."""
         return list(self._parameters(Way()))
+
+    @property
+    def attributes(self) -> list[str]:
+        """The names in `ATTRIBUTES` of attributes that its modules have."""
+        modules = list(self._modules(Way()))
+        return [name for name in ATTRIBUTES if any(hasattr(module, name) for module in modules)]
 
     @abstractmethod
     def _parameters(self, way: Way) -> dict[str, Tensor]:
@@ -44,6 +71,10 @@ class Subject(ABC):
     @abstractmethod
     def _callable(self, way: Way) -> Callable[..., Any]:
         """What runs in this way. It returns a tensor, or a tuple of tensors."""
+
+    @abstractmethod
+    def _modules(self, way: Way) -> Iterable[nn.Module]:
+        """The modules of the copy that runs in this way."""
 
     @abstractmethod
     def _is_traceable(self, way: Way) -> bool:
@@ -57,11 +88,19 @@ class Subject(ABC):
             for parameter in frozen:
                 parameter.requires_grad_(False)
                 stack.callback(parameter.requires_grad_, True)
-            for parameter in parameters.values() if way.values == "parameters" else ():
-                stack.enter_context(_changed(parameter))
             stack.enter_context(torch.random.fork_rng())
             stack.enter_context(torch.set_grad_enabled(way.grad))
-            return self._run_once(_prepared(inputs, way), parameters, way)
+            for parameter in parameters.values() if way.weights else ():
+                stack.callback(setattr, parameter, "data", parameter.data)
+                parameter.data = _not_contiguous(parameter.data)
+            tensors = _prepared(inputs, way)
+            if way.values == "data":
+                self._call(tensors, way)
+            for parameter in parameters.values() if way.values in ("parameters", "data") else ():
+                stack.enter_context(_changed(parameter, is_seen=way.values == "parameters"))
+            if way.inference:
+                stack.enter_context(torch.inference_mode())
+            return self._run_once(tensors, parameters, way)
 
     def _run_once(
         self, tensors: list[Tensor], parameters: Mapping[str, Tensor], way: Way
@@ -70,7 +109,8 @@ class Subject(ABC):
         named = inputs | {f"parameter {name}": p for name, p in parameters.items()}
         wanted = {name: tensor for name, tensor in named.items() if tensor.requires_grad}
         before = {name: tensor.detach().clone() for name, tensor in named.items()}
-        torch.manual_seed(0)
+        torch.manual_seed(20)
+        settings = _settings()
         outputs = self._call(tensors, way)
         others = named | outputs
         shared = {
@@ -78,18 +118,37 @@ class Subject(ABC):
             for name, output in outputs.items()
         }
         numbers: dict[str, Tensor | None] = {n: t.detach().clone() for n, t in outputs.items()}
+        if self.keeps_random_state:
+            numbers[RANDOM_STATE] = torch.get_rng_state()
         sources = {name: t for name, t in outputs.items() if t.requires_grad}
         if way.only_output is not None:
             only = list(outputs)[way.only_output]
             sources = {name: t for name, t in sources.items() if name == only}
+        strided = {name for name, t in outputs.items() if not t.is_contiguous()}
+        if way.second == "call":
+            before |= {name: tensor.detach().clone() for name, tensor in outputs.items()}
+            named = named | outputs
         if sources and wanted:
             given = _gradients(sources.values(), way)
             before |= {f"gradient {i}": grad.clone() for i, grad in enumerate(given)}
             named = named | {f"gradient {i}": grad for i, grad in enumerate(given)}
-            for grad in self._backward(tensors, list(sources.values()), wanted, given, way):
-                numbers |= grad
-        changed = tuple(n for n, old in before.items() if not _is_equal(named[n], old))
-        return Numbers(numbers, shared, frozenset(sources), changed)
+            times = self._backward(tensors, list(sources.values()), wanted, given, way)
+            for time, grads in enumerate(times):
+                live = {f"{n} {time}": g for n, g in grads.items() if g is not None}
+                before |= {name: grad.clone() for name, grad in live.items()}
+                named = named | live
+                numbers |= grads
+            strided |= _views_of_others(numbers)
+        elif way.second == "call":
+            self._other_call(tensors, way)
+        changed = [n for n, old in before.items() if not _is_equal(named[n], old)]
+        if not way.compiled:
+            changed += _restored(settings)
+        return Numbers(numbers, shared, frozenset(sources), tuple(changed), frozenset(strided))
+
+    def _other_call(self, tensors: Sequence[Tensor], way: Way) -> None:
+        others = [_other_values(tensor.detach()) for tensor in tensors]
+        self._call([t.requires_grad_(t.is_floating_point() and way.grad) for t in others], way)
 
     def _backward(
         self,
@@ -100,24 +159,49 @@ class Subject(ABC):
         way: Way,
     ) -> Iterator[dict[str, Tensor | None]]:
         if way.second == "call":
-            others = [_with_other_values(tensor.detach()) for tensor in tensors]
-            self._call([t.requires_grad_(t.is_floating_point()) for t in others], way)
-        times = 2 if way.second == "backward" else 1
+            self._other_call(tensors, way)
+        times = 3 if way.second == "backward" else 1
         changed = sources[0] if way.changed == "output" else wanted.get(way.changed)
-        with _changed(changed):
+        with self._other_state(way), _changed(changed, with_nan=True):
             for time in range(times):
+                # The last gradients are those of a single backward.
+                factor = times - time
                 grads = torch.autograd.grad(
                     sources,
                     list(wanted.values()),
-                    given,
+                    given if factor == 1 else [factor * grad for grad in given],
                     allow_unused=True,
                     retain_graph=time < times - 1,
                 )
                 yield {f"gradient of {n}": g for n, g in zip(wanted, grads, strict=True)}
 
+    @contextmanager
+    def _other_state(self, way: Way) -> Iterator[None]:
+        """Changes what modules are besides their tensors in this scope."""
+        if way.changed not in STATES:
+            yield
+            return
+        modules = list(self._modules(way))
+        before = [vars(module).copy() for module in modules]
+        for module in modules:
+            if way.changed == "training":
+                module.training = not module.training
+            else:
+                for name in ATTRIBUTES:
+                    change_attribute(module, name)
+        try:
+            yield
+        finally:
+            for module, attributes in zip(modules, before, strict=True):
+                for name, value in attributes.items():
+                    if not isinstance(value, dict | set) and vars(module)[name] is not value:
+                        setattr(module, name, value)
+
     def _call(self, tensors: Sequence[Tensor], way: Way) -> dict[str, Tensor]:
         group = self._callable(way)
-        with torch.autocast(tensors[0].device.type, torch.bfloat16, enabled=way.autocast):
+        dtype = way.autocast or torch.bfloat16
+        enabled = way.autocast is not None
+        with torch.autocast(tensors[0].device.type, dtype, enabled=enabled):
             found = _compiled(group, self._is_traceable(way), tensors) if way.compiled else None
             found = group(*tensors) if found is None else found
         outputs = found if isinstance(found, tuple) else (found,)
@@ -141,11 +225,13 @@ def _prepared(inputs: Sequence[Tensor], way: Way) -> list[Tensor]:
     for tensor in inputs:
         made = tensor.detach().clone()
         if way.shape and made.shape[:-1] == leading:
-            made = SHAPES[way.shape](made.reshape(-1, made.shape[-1]))
+            made = (SHAPES | MORE_SHAPES)[way.shape](made.reshape(-1, made.shape[-1]))
         if made.is_floating_point() and way.dtype is not None:
             made = made.to(way.dtype)
-        if way.values == "inputs":
-            made = _with_other_values(made)
+        if made.is_floating_point() and way.input_dtype is not None and not found:
+            made = made.to(way.input_dtype)
+        if made.is_floating_point() and way.values in VALUES:
+            made = VALUES[way.values](made)
         layout = LAYOUTS.get(way.layout)
         made = layout(made) if layout is not None else made
         wants_gradient = way.grad and way.input_grad and f"input {len(found)}" not in way.frozen
@@ -153,7 +239,16 @@ def _prepared(inputs: Sequence[Tensor], way: Way) -> list[Tensor]:
     return found
 
 
-def change_attributes(module: Any, names: Iterable[str]) -> None:
+def change_attribute(module: Any, name: str) -> bool:
+    """Gives an attribute its other value of `ATTRIBUTES`. False if the module does not have it."""
+    value = getattr(module, name, NO_ATTRIBUTE)
+    if value is NO_ATTRIBUTE or isinstance(value, Tensor):
+        return False
+    setattr(module, name, ATTRIBUTES[name](value))
+    return True
+
+
+def change_floats(module: Any, names: Iterable[str]) -> None:
     """Gives those of these attributes that are positive floats another value."""
     for name in names:
         value = getattr(module, name, None)
@@ -161,7 +256,16 @@ def change_attributes(module: Any, names: Iterable[str]) -> None:
             setattr(module, name, 0.75 * value)
 
 
-def _with_other_values(tensor: Tensor) -> Tensor:
+def with_attributes(way: Way, modules: Iterable[tuple[Any, Iterable[str]]]) -> None:
+    """Gives attributes of modules the values of a way; the names are those of floats."""
+    for module, names in modules:
+        if way.attributes == "all":
+            change_floats(module, names)
+        elif way.attributes:
+            change_attribute(module, way.attributes)
+
+
+def _other_values(tensor: Tensor) -> Tensor:
     return tensor * 0.5 + 0.25 if tensor.is_floating_point() else tensor
 
 
@@ -170,22 +274,69 @@ def _gradients(outputs: Any, way: Way) -> list[Tensor]:
     if way.layout == "expanded gradient":
         return [torch.randn((), dtype=t.dtype, device=t.device).expand(t.shape) for t in outputs]
     layout = LAYOUTS.get(way.layout) or torch.Tensor.contiguous
-    return [layout(torch.randn(t.shape, dtype=t.dtype, device=t.device)) for t in outputs]
+    values = GRADIENTS.get(way.gradient, torch.Tensor.clone)
+    made = (torch.randn(t.shape, dtype=t.dtype, device=t.device) for t in outputs)
+    return [layout(values(grad)) for grad in made]
+
+
+def _not_contiguous(tensor: Tensor) -> Tensor:
+    return (transposed if tensor.dim() > 1 else strided)(tensor)
 
 
 @contextmanager
-def _changed(tensor: Tensor | None) -> Iterator[None]:
+def _changed(
+    tensor: Tensor | None, *, is_seen: bool = True, with_nan: bool = False
+) -> Iterator[None]:
     """Changes a tensor in place in this scope."""
     if tensor is None:
         yield
         return
-    # Autograd does not follow a detached tensor, but counts its changes.
-    own, before = tensor.detach(), tensor.detach().clone()
+    # Autograd does not follow a detached tensor, but counts its changes. It does not count those
+    # of `.data`.
+    own, before = tensor.detach() if is_seen else tensor.data, tensor.detach().clone()
     own.mul_(2).add_(1)
+    if with_nan and own.is_floating_point():
+        own.fill_(torch.nan)
     try:
         yield
     finally:
         own.copy_(before)
+
+
+# What a call may find in any state, and has to leave so: how it is read, and set.
+_SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "the default dtype": (torch.get_default_dtype, torch.set_default_dtype),
+    "the number of threads": (torch.get_num_threads, torch.set_num_threads),
+    "gradient mode": (torch.is_grad_enabled, torch.set_grad_enabled),
+    "the flushing of denormal numbers": (
+        lambda: not torch.full((1,), 1e-40, dtype=torch.float32).mul(2).any().item(),
+        torch.set_flush_denormal,
+    ),
+}
+
+
+def _settings() -> dict[str, Any]:
+    return {name: read() for name, (read, _) in _SETTINGS.items()}
+
+
+def _restored(settings: dict[str, Any]) -> list[str]:
+    """The settings that are others by now. They are as before afterwards."""
+    changed = [name for name, value in _settings().items() if value != settings[name]]
+    for name in changed:
+        _SETTINGS[name][1](settings[name])
+    return changed
+
+
+def _views_of_others(numbers: Mapping[str, Tensor | None]) -> set[str]:
+    """The gradients that are views of the memory of another one. Autograd copies a gradient that
+    it was given twice, but not two views."""
+    grads = [(n, g) for n, g in numbers.items() if n.startswith("gradient") and g is not None]
+    return {
+        f"{name} and {other}"
+        for k, (name, first) in enumerate(grads)
+        for other, second in grads[:k]
+        if first is not second and _share_memory(first, second)
+    }
 
 
 def _share_memory(first: Tensor, second: Tensor) -> bool:
