@@ -347,6 +347,57 @@ def check(case: Case, rng: random.Random) -> int:
     return int(bool(SCRIPT.done))
 
 
+# ---- what registers fusions and rules, and what their functions return
+
+
+def use(func: Any, **arguments: Any) -> None:
+    given = {"pattern": PRODUCT} | arguments
+    with tops.register_forward_fusion(func, **given):
+        tops.Sequential(tops.Linear(WIDTH, WIDTH, bias=False), tops.SiLU())(torch.ones(2, WIDTH))
+
+
+def use_rule(**arguments: Any) -> None:
+    given = {"name": "drawn", "statements": "H = torch.relu(H)", "make": lambda *_: [tops.ReLU()]}
+    tops.register_fuse_rule(**(given | arguments)).remove()
+
+
+SITES: dict[str, Callable[[Any], Any]] = {
+    "pattern": lambda value: use(Joint, pattern=value),
+    "entry": lambda value: use(Joint, pattern=[tops.BasicLinear, value]),
+    "alternative": lambda value: use(Joint, pattern=[tops.BasicLinear, (tops.SiLU, value)]),
+    "optional": lambda value: tops.optional(value),
+    "func": use,
+    "func of a list": lambda value: use(value, pattern=None),
+    "name": lambda value: use(Joint, name=value),
+    "prepend": lambda value: use(Joint, prepend=value),
+    "guard": lambda value: use(Joint, guard=value),
+    "result of a guard": lambda value: use(Joint, guard=lambda ops: value),
+    "result of a function": lambda value: use(lambda ops: value),
+    "result of a function of a list": lambda value: use(lambda ops, **_: value, pattern=None),
+    "item of a list": lambda value: use(lambda ops, **_: [*ops[:-1], value], pattern=None),
+    "basic ops": lambda value: Joint(value),
+    "name of a rule": lambda value: use_rule(name=value),
+    "statements": lambda value: use_rule(statements=value),
+    "a text of statements": lambda value: use_rule(statements=["H = torch.relu(H)", value]),
+    "make": lambda value: use_rule(make=value),
+    "method": lambda value: use_rule(method=value),
+    "when": lambda value: use_rule(when=value),
+    "rules": lambda value: tops.fuse(nn.Linear(2, 2), rules=value),
+}
+
+
+def check_site(rng: random.Random) -> int:
+    site, (text, value) = rng.choice(list(SITES)), draw(rng, torch.ones(2, 3))
+    about_to(f"{site}: {text}")
+    try:
+        SITES[site](value)
+    except Exception as error:
+        if not is_own(error):
+            assert_clear(error, f"{site}: {text}")
+            assert str(error).startswith("["), f"an unnamed error: {error!r}\n{site}: {text}"
+    return 1
+
+
 def run_seed(seed: int) -> int:
     rng = random.Random(seed)
     torch.manual_seed(seed)
@@ -356,4 +407,4 @@ def run_seed(seed: int) -> int:
         # A change of the registry makes plans stale, so one registration serves all.
         with case.registered():
             count += sum(check(case, rng) for _ in range(CASES))
-    return count
+    return count + sum(check_site(rng) for _ in range(CASES))

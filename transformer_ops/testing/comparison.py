@@ -28,6 +28,10 @@ def _is_listed(way: str) -> bool:
     return "recompute=" not in way
 
 
+def _again(way: str) -> str:
+    return f'{way}, recompute="none"'
+
+
 def _listed(ways: Sequence[str]) -> list[str]:
     """Each way once, and the subsets without a gradient as their number."""
     plain = dict.fromkeys(way.removeprefix(ALONE) for way in filter(_is_listed, ways))
@@ -60,13 +64,14 @@ class FusionCheck:
         self.slots_read: dict[str, bool] = {}
 
     def __str__(self) -> str:
+        found = set(self.tried)
         read = [slot for slot, is_read in self.slots_read.items() if is_read]
         unread = [slot for slot in self.slots_read if slot not in read]
         refused = [f"{way} ({why})" for way, why in self.not_tried.items() if _is_listed(way)]
         lines = {
             "ops": self.lists,
-            "tried": _listed(self.tried),
-            "and each with": ['recompute="none"', 'recompute="products"'],
+            "tried with each recompute": _listed([w for w in self.tried if _again(w) in found]),
+            "tried once": _listed([w for w in self.tried if _again(w) not in found]),
             "not fused": _listed(self.not_fused),
             "not tried": self.not_met,
             "the unfused ops refuse": refused,
@@ -74,9 +79,9 @@ class FusionCheck:
             "slots that it never reads": unread,
         }
         text = [f"{self.name}: {len(self.tried)} ways equal the unfused ops"]
-        for head, found in lines.items():
-            if found:
-                line = f"{head}: {'; '.join(found)}"
+        for head, items in lines.items():
+            if items:
+                line = f"{head}: {'; '.join(items)}"
                 text += textwrap.wrap(line, 100, initial_indent="  ", subsequent_indent="    ")
         return "\n".join(text)
 

@@ -50,16 +50,18 @@ def check_fusion(
 
     - with each `recompute`, so that each slot is read; with every subset of the parameters frozen,
       and with inputs that need no gradient;
-    - with one and three dimensions, one row and no rows, inputs and gradients that are not
-      contiguous, and expanded gradients;
-    - in other dtypes, under autocast to bfloat16, in eval mode, and without grad; with other
-      values of inputs, parameters and attributes;
-    - with a second backward, another call before backward, and a gradient of one output alone;
+    - with one to four dimensions, no rows and thousands of them, inputs, gradients and weights
+      that are not contiguous, and expanded gradients;
+    - in other dtypes, under autocast, in eval mode, without grad, and in inference mode; with large
+      and small numbers, zeros, NaN, and other values of parameters and attributes;
+    - with three backwards, another call before backward, attributes that change before it, and a
+      gradient of one output alone;
     - under `torch.compile`, with `fullgraph=True` unless a Python forward has the single style.
 
     A parameter, input or output that changed in place before backward must either be saved, which
-    is an error of autograd, or have no effect. Nothing that a call is given may change in place. A
-    way that the unfused ops refuse is not tried.
+    is an error of autograd, or have no effect. Nothing that a call is given may change in place,
+    nor may the random state and the settings of the process. A way that the unfused ops refuse is
+    not tried. The report also lists classes of the pattern that `make_ops` did not return.
 
     Args:
         func, pattern, guard: as for `register_forward_fusion`. A handle has its own pattern, guard
