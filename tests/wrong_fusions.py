@@ -373,6 +373,14 @@ def unsaved() -> Iterator[Row]:
         grad = silu_gradient(grad, hidden) + (output - silu(hidden))
         return grad @ w, rows(grad).T @ rows(x), rows(grad).sum(0)
 
+    def hides(
+        self: Any, basic_op_ctxs: Any, input_: Tensor, tensors_to_save: Any, **unused: Any
+    ) -> None:
+        basic_op_ctxs[0].save_for_backward(*tensors_to_save)
+        basic_op_ctxs[0].hidden = {"hidden": self.product(input_)}
+
+    message = "got the attribute hidden of a context"
+    yield wrong("unsaved: in an attribute", Joint, message, fuser_forward_save_ctx=hides)
     yield wrong("unsaved: the output", Joint, "", output=own_output, gradients=reads_output)
 
     def fixed(self: Any, x: Tensor, extra: Tensor) -> Any:

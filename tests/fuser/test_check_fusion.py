@@ -159,3 +159,59 @@ def test_a_rule_in_cpp(name):
         check_fusion(rule, make, X)
     with pytest.raises(TypeError, match="pattern and guard must be left to the handle"):
         check_fusion(rule, make, X, guard=lambda ops: None)
+
+
+class Reshaped(JointSplit):
+    """The output is a view of a tensor that autograd does not know."""
+
+    def fuser_forward_compute(self, input_, **unused):
+        output, extra, saved = super().fuser_forward_compute(
+            input_.reshape(-1, input_.shape[-1]), basic_op_extra_inputs=[]
+        )
+        return output.reshape(*input_.shape[:-1], -1), extra, (input_, saved[1])
+
+
+def test_an_output_that_is_a_view():
+    module, pattern = tops.Sequential(*make_ops()), [tops.BasicLinear, tops.SiLU]
+    with tops.register_forward_backward_fusion(Reshaped, pattern=pattern):
+        output = module(X)
+        assert not output._is_view()
+        output.mul_(2).sum().backward()
+
+
+def test_what_was_not_tried():
+    pattern = [tops.BasicLinear, tops.optional(tops.Bias), (tops.SiLU, tops.ReLU)]
+    report = check_fusion(JointSplit, make_ops, X, kind="forward_backward", pattern=pattern)
+    missing = ["optional Bias", "ReLU", "an odd number of columns"]
+    assert report.not_met == missing and f"not tried: {'; '.join(missing)}" in str(report)
+
+
+@pytest.mark.parametrize("x_dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("recompute", ["none", "cheap", "products"])
+def test_inputs_of_another_dtype(x_dtype, recompute):
+    module = tops.Sequential(*make_ops(), recompute=recompute)
+    x = X.to(x_dtype).requires_grad_()
+    wanted = torch.autograd.grad(module(x).sum(), x)
+    with tops.register_forward_fusion(ForwardSplit, pattern=[tops.BasicLinear, tops.SiLU]):
+        torch.testing.assert_close(torch.autograd.grad(module(x).sum(), x), wanted)
+
+
+@pytest.mark.parametrize("inputs", [X.to("meta"), X.to_sparse()])
+def test_inputs_without_numbers(inputs):
+    with pytest.raises(ValueError, match="inputs must be dense tensors with numbers, got "):
+        check_fusion(fuse(JointSplit), make_ops, inputs)
+
+
+def test_an_output_without_numbers():
+    class Fake(JointSplit):
+        def fuser_forward_compute(self, input_, **unused):
+            output, *rest = super().fuser_forward_compute(input_, basic_op_extra_inputs=[])
+            return torch._subclasses.FakeTensorMode().from_tensor(output), *rest
+
+    pattern = [tops.BasicLinear, tops.SiLU]
+    message = r"\[Fake\] fuser_forward_compute must give tensors with numbers, got FakeTensor"
+    with (
+        tops.register_forward_backward_fusion(Fake, pattern=pattern),
+        pytest.raises(RuntimeError, match=message),
+    ):
+        tops.Sequential(*make_ops())(X)

@@ -175,3 +175,23 @@ def test_a_source_that_cannot_be_read() -> None:
 def test_errors(call: Any, kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=re.escape(message)):
         call()
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"name": 3}, "name must be a str, got int 3"),
+        ({"statements": None}, "statements must be a str or a list of str, got None"),
+        ({"statements": []}, "statements must be a str or a list of str, got list"),
+        ({"statements": [STATEMENTS, 3]}, "statements must be a str or a list of str, got int 3"),
+        ({"make": "relu"}, "make must be callable, got str 'relu'"),
+        ({"method": print}, "method must be a str, got builtin_function_or_method"),
+        ({"when": 3}, "when must be callable or None, got int 3"),
+    ],
+)
+def test_arguments_of_a_wrong_type(changed: dict[str, Any], message: str) -> None:
+    given: dict[str, Any] = {"name": "drawn", "statements": STATEMENTS, "make": lambda *_: []}
+    with pytest.raises(TypeError, match=re.escape(f"[register_fuse_rule] {message}")):
+        tops.register_fuse_rule(**(given | changed))
+    with pytest.raises(TypeError, match=re.escape("[fuse] rules must be a list of rules or names")):
+        tops.fuse(Model(), rules=3)  # type: ignore[arg-type]

@@ -9,14 +9,17 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from ..fuser import OperationFuser
 from ..fusion import registry
 from ..fusion.pattern import Pattern, check_pattern
 from ..op.base import FusibleOperation
+from ..op.context import OperationContext
 from ..op.fused import FusedOperation
 from ..op.methods import shown
 from ..plan.plan import Plan, Step
+from ..runtime import host
 from ..sequential import Sequential
 from .comparison import ALONE, Comparison, FusionCheck, check_inputs, check_tolerances
 from .subject import Subject, with_attributes
@@ -224,15 +227,20 @@ class _Fusions(Comparison):
     def unfused_scope(self) -> AbstractContextManager[Any]:
         return unfused_scope(registry.fusions())
 
-    def fused_scope(self) -> AbstractContextManager[Any]:
-        return self.checked.registered()
+    @contextmanager
+    def fused_scope(self) -> Iterator[None]:
+        with self.checked.registered(), _contexts() as self.contexts:
+            yield
 
     def check_fires(self, fused: OpList) -> None:
         _check_fires(self.checked, fused.plans(Way()))
 
     def is_fused(self, fused: OpList, where: str, way: Way) -> bool:
+        contexts, self.contexts[:] = list(self.contexts), []
         if way.compiled:
             return True
+        if way == Way():
+            _check_contexts(self.checked.name, contexts)
         plans = fused.plans(way)
         if where and self.checked.kind == "forward" and way.grad:
             read, known = fused.slots_read(way), self.report.slots_read
@@ -242,6 +250,34 @@ class _Fusions(Comparison):
                     known[name] = known.get(name, False) or (op, slot) in read
         found = [steps for plan in plans for steps in self.checked.runs_in(plan).values()]
         return not found or any(found)
+
+
+@contextmanager
+def _contexts() -> Iterator[list[OperationContext]]:
+    """The contexts that calls make in this scope."""
+    made: list[OperationContext] = []
+
+    class Listed(OperationContext):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            made.append(self)
+
+    host.OperationContext = Listed  # type: ignore[assignment,misc]
+    try:
+        yield made
+    finally:
+        host.OperationContext = OperationContext  # type: ignore[misc]
+
+
+def _check_contexts(name: str, contexts: Sequence[OperationContext]) -> None:
+    """Raises AssertionError if an attribute of a context still has tensors."""
+    for context in contexts:
+        for attribute, value in vars(context).items():
+            if any(isinstance(leaf, Tensor) for leaf in tree_leaves(value)):
+                raise AssertionError(
+                    f"[{name}] a tensor that backward reads must be saved with save_for_backward, "
+                    f"so that hooks see it, got the attribute {attribute} of a context"
+                )
 
 
 class OpList(Subject):
