@@ -97,6 +97,7 @@ void Pool::free(void* data) noexcept {
 }
 
 size_t Pool::trim() noexcept {
+  trim_heap();
   const std::lock_guard lock(mutex_);
   const size_t idle = stats_.idle_bytes;
   release(kAll);

@@ -44,7 +44,8 @@ class Pool {
   void* allocate(size_t bytes) noexcept;
   void free(void* data) noexcept;
 
-  // Returns all idle memory to the system; the result is its size in bytes.
+  // Returns all idle memory to the system, and what the C library's heap has; the result is the
+  // size of the former in bytes.
   size_t trim() noexcept;
   void set_limit(size_t limit) noexcept;
   size_t limit() const noexcept { return limit_.load(std::memory_order_relaxed); }

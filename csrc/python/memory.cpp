@@ -1,7 +1,6 @@
 // The memory pool for Python: transformer_ops/memory.py.
 #include <torch/csrc/Exceptions.h>
 
-#include "memory/system.h"
 #include "op/buffer.h"
 #include "python/group.h"
 
@@ -14,10 +13,7 @@ py::tuple memory_stats() {
                         stats.peak_held_bytes, stats.hits, stats.misses, stats.released_bytes);
 }
 
-size_t trim() {
-  memory::trim_heap();
-  return pool().trim();
-}
+size_t trim() { return pool().trim(); }
 size_t limit() { return pool().limit(); }
 void set_limit(size_t bytes) { pool().set_limit(bytes); }
 

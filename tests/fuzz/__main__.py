@@ -143,7 +143,8 @@ def run_one(name: str, runner: InProcess | Isolated, seed: int, count: Count) ->
 
 
 def run_all(names: list[str], options: argparse.Namespace) -> dict[str, Count]:
-    """Runs the fuzzers in turn as long as there is time; one that has failed is left out."""
+    """Runs the fuzzers in turn as long as there is time, but each one once; one that has failed is
+    left out."""
     runners = {name: make_runner(name, options.limit) for name in names}
     end = time.monotonic() + options.seconds
     counts = {name: Count() for name in names}
@@ -159,7 +160,8 @@ def run_all(names: list[str], options: argparse.Namespace) -> dict[str, Count]:
             name = min(active, key=lambda name: counts[name].seconds)
             seed = options.seed + counts[name].seeds
             run_one(name, runners[name], seed, counts[name])
-            if options.seeds is None and time.monotonic() > end:
+            is_late = options.seeds is None and time.monotonic() > end
+            if is_late and all(count.seeds for count in counts.values()):
                 break
     finally:
         for runner in runners.values():
@@ -193,9 +195,6 @@ def main(arguments: list[str] | None = None) -> int:
             f"{name:12} {count.seeds:6} seeds {count.checks:8} checks {count.seconds:6.1f} s"
             + (f"  FAILED: {count.failed}" if count.failed else "")
         )
-    if any(count.seeds == 0 for count in counts.values()):
-        print("a fuzzer had no time to run: give more --seconds")
-        return 1
     return int(any(count.failed for count in counts.values()))
 
 
