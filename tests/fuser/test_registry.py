@@ -125,7 +125,7 @@ def test_what_cannot_be_called(func):
 
 
 def test_a_name_must_be_text():
-    with pytest.raises(TypeError, match="name must be a str or None, got 3"):
+    with pytest.raises(TypeError, match="name must be a str or None, got int 3"):
         tops.register_forward_fusion(nothing, name=3)
 
 

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, strided
+from torch.compiler import is_compiling
 
 from ..op.base import BasicOperation, FusibleOperation
 from ..op.context import OperationContext
@@ -119,7 +120,7 @@ def _check_gradient(op: FusibleOperation, what: str, gradient: Any) -> None:
             f"[{type(op).__name__}] {op._python_backward}_backward must return a tensor or None "
             f"as the gradient of {what}, got {shown(gradient)}"
         )
-    if gradient is not None and gradient.layout != strided:
+    if gradient is not None and not is_compiling() and gradient.layout != strided:
         raise RuntimeError(
             f"[{type(op).__name__}] {op._python_backward}_backward must return a dense tensor or "
             f"None as the gradient of {what}, got one with layout {gradient.layout}"
