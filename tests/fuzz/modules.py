@@ -303,6 +303,8 @@ def flat(found: Any) -> list[Any]:
 def find_difference(want: Any, got: Any, what: str, tolerance: float) -> Difference | None:
     """The first difference between two things that were seen; None if there is none."""
     kind = what.split(":")[0]
+    if got is None and kind == "gradients" and isinstance(want, Tensor) and not want.any():
+        return None  # a second derivative of ReLU is absent, not zero
     if isinstance(want, Tensor) and isinstance(got, Tensor):
         return _difference_of_tensors(want, got, what, tolerance)
     if isinstance(want, dict) and isinstance(got, dict):
