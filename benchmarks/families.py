@@ -190,6 +190,8 @@ def _stop(*_: Any) -> None:
 
 def survey(kind: str, only: Iterable[str]) -> list[FamilyRow]:
     families = dict(getattr(modeling_auto, KINDS[kind]))
+    if unknown := [name for name in only if name not in families]:
+        raise SystemExit(f"--only must name families of {kind}, got {unknown[0]}")
     wanted = [name for name in families if not only or name in only]
     signal.signal(signal.SIGALRM, _stop)
     rows = []
@@ -205,12 +207,12 @@ def survey(kind: str, only: Iterable[str]) -> list[FamilyRow]:
     return rows
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kind", choices=KINDS, default="causal")
     parser.add_argument("--only", default="", help="names, with commas between them")
     parser.add_argument("--out", type=Path, help="a JSON file of all rows")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     logging.disable()

@@ -76,7 +76,7 @@ def compare(
         share = ratio(times[way], times[best])
         lines.append(Line(f"{what}, {way}", share, f"of {best}", limit, False, beside, medians))
         beside = "MiB: " + ", ".join(f"{other} {n / MIB:.0f}" for other, n in peaks.items())
-        share = peaks[way] / peaks[EAGER] if EAGER in peaks else 1.0
+        share = peaks[way] / peaks[EAGER]
         lines.append(Line(f"{what}, {way}, peak", share, "of eager", None, False, beside, peaks))
     return lines
 

@@ -39,7 +39,7 @@ inline const Kernel<void(const CrossEntropy&, DType, void* logits, const int64_t
 
 namespace transformer_ops::cuda {
 
-// One number for each row, acc.
+// One number for each row; all but `correct` are acc.
 struct CrossEntropyRows {
   void* lse;  // is read if `loss` is null
   void* loss = nullptr;

@@ -156,7 +156,9 @@ def check_real(
 ) -> None:
     """Raises RuntimeError for a tensor without numbers, if `like` has them."""
     for tensor in tensors:
-        if tensor is not None and _has_no_numbers(tensor) and not _has_no_numbers(like):
+        if tensor is None or (type(tensor) is Tensor and not tensor.is_meta):
+            continue
+        if _has_no_numbers(tensor) and not _has_no_numbers(like):
             kind = type(tensor).__name__
             got = "a tensor on meta" if issubclass(Tensor, type(tensor)) else kind
             raise RuntimeError(

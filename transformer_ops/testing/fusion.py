@@ -161,7 +161,10 @@ def _checked(func: Any, kind: str, pattern: Any, guard: Any) -> _Checked:
             yield
 
     entries = () if pattern is None else check_pattern(pattern)
-    is_step = lambda step: any(step.fused_op is op for op in made)  # noqa: E731
+
+    def is_step(step: Step) -> bool:
+        return any(step.fused_op is op for op in made)
+
     return _Checked(name, kind, registered, is_step, entries)
 
 
