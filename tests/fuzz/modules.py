@@ -373,9 +373,6 @@ def tolerance_of(case: Case) -> float:
     text = str(case)
     if "bfloat16" in text:
         return SHORT
-    # A centered norm in float32 of numbers that are almost equal loses most of their digits.
-    if "LayerNormFp32(" in text:
-        return 1e-3
     return 1e-4 if "float" in text else 1e-8
 
 
