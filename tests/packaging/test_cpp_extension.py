@@ -197,10 +197,10 @@ def test_check_fusion_of_the_rule(my_ops: Any) -> None:
 def test_python_steps_over_the_op(my_ops: Any) -> None:
     class ScaledBackward(tops.FusedOperation):
         def fuser_backward(self, basic_op_ctxs: Any, grad_output: Any, **unused: Any) -> Any:
-            (y,) = basic_op_ctxs[0].saved_tensors
-            capped, scaled = self.basic_ops
-            slope = 1 - (y / capped.cap) ** 2
-            return grad_output * scaled.scale * slope, [(), ()], [(), ()]
+            capped, scaled = basic_op_ctxs
+            (y,) = capped.saved_tensors
+            slope = 1 - (y / capped.attributes["cap"]) ** 2
+            return grad_output * scaled.attributes["scale"] * slope, [(), ()], [(), ()]
 
     check_fusion(
         ScaledBackward,
