@@ -124,6 +124,20 @@ def test_a_function_that_was_there_before() -> None:
     assert "another function sees h" in str(report)
 
 
+def test_a_variable_that_was_deleted_before() -> None:
+    body = "y = x\ndel y\nh = self.norm(x)\nh = self.mlp(h)\nx = y + h\nreturn x"
+    kind = compiled_class(body, "deleted before")
+    fused = kind()
+    assert "`del y` in line 3 deletes what they read" in str(tops.fuse(fused))
+    runs: list[Any] = []
+    fused.mlp.register_forward_hook(lambda *unused: runs.append(1))
+    with pytest.raises(UnboundLocalError, match="'y'"):
+        fused(torch.randn(2, 3, D))
+    assert runs
+    body = "y = x\nh = self.norm(x)\nh = self.mlp(h)\nx = y + h\ndel y\nreturn x"
+    assert tops.fuse(compiled_class(body, "deleted behind")()).fused
+
+
 def test_a_global_variable() -> None:
     kind = compiled_class(
         "global count\ncount = self.norm(x)\nx = x + self.mlp(count)\nreturn x", "g"

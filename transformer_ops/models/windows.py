@@ -65,6 +65,8 @@ def windows_of(function: Callable[..., Any]) -> list[Window]:
         return []
     found: list[Window] = []
     code, sees_all = function.__code__, _what_sees_all(body)
+    nodes = (node for one in body for node in ast.walk(one))
+    deletions = [node for node in nodes if isinstance(node, ast.Delete)]
     for i, block in enumerate(blocks_of(body)):
         after = _after(body, block)
         for end in range(1, len(block) + 1):
@@ -93,7 +95,8 @@ def windows_of(function: Callable[..., Any]) -> list[Window]:
                         window._replace(
                             others=read & value.seconds.keys(),
                             assumed=assumed,
-                            obstacle=sees_all or _obstacle(value, inner, read, behind, body, code),
+                            obstacle=sees_all
+                            or _obstacle(value, inner, read, behind, body, deletions, code),
                         )
                     )
     return found
@@ -105,6 +108,7 @@ def _obstacle(
     read: Set[str],
     behind: Sequence[ast.stmt],
     body: Sequence[ast.stmt],
+    deletions: Sequence[ast.Delete],
     code: types.CodeType,
 ) -> str:
     """Why nothing else may run in place of the statements with this value, or an empty text."""
@@ -119,9 +123,17 @@ def _obstacle(
         reader = next(one for one in behind if kept[0] in reads_in(one))
         return f"{kept[0]} is read by {_quoted(reader)}"
     given = set(variables_in(value.expression, ast.Load)) & {*code.co_varnames}
+    # Ops read all variables first, and those that are deleted raise there.
+    for node in deletions:
+        if not given.isdisjoint(variables_in(node, ast.Del)) and not _is_in(node, behind):
+            return f"{_quoted(node)} deletes what they read"
     kept_by_ops = _aliases(body, given) - {value.target, "self"}
     changed = next(((one, name) for one in behind for name in _changes(one) & kept_by_ops), None)
     return "" if changed is None else f"{changed[1]} is changed by {_quoted(changed[0])}"
+
+
+def _is_in(node: ast.AST, statements: Sequence[ast.stmt]) -> bool:
+    return any(inner is node for one in statements for inner in ast.walk(one))
 
 
 def _aliases(body: Sequence[ast.stmt], names: Set[str]) -> set[str]:
