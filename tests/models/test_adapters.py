@@ -265,8 +265,15 @@ def another_cast(layer: Any) -> None:
     layer._cast_input_dtype = lambda x, dtype: 2 * x
 
 
+def no_adapters(layer: Any) -> None:
+    layer.lora_dropout.eval()
+    layer.lora_A.keys = dict().keys
+
+
 @pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("edit", [dropouts_are_off, a_dropout_that_is_off, another_cast])
+@pytest.mark.parametrize(
+    "edit", [dropouts_are_off, a_dropout_that_is_off, another_cast, no_adapters]
+)
 def test_edits_of_layers(edit: Callable[[Any], None], when: str) -> None:
     plain, model = adapted(lora_dropout=0.5), adapted(lora_dropout=0.5)
     if when == "after":

@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from test_fuse_transformers import TOKENS, make
+import torch.distributed as dist
+from test_fuse_transformers import TOKENS, assert_same, make
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.experimental import context_parallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import transformer_ops as tops
@@ -173,6 +176,43 @@ def test_rows_that_read_nothing(implementation: str) -> None:
     torch.testing.assert_close(logits, want, rtol=1e-4, atol=1e-5, equal_nan=True)
     for a, b in zip(grads, right, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4, equal_nan=True)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("kind", ["Llama", "Bert"])
+def test_a_function_in_place_of_torch_s_attention(
+    kind: str, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = make(kind)
+    model = copy.deepcopy(plain)
+    if when == "after":
+        tops.fuse(model)
+        assert_same(plain, model)
+    own = torch.nn.functional.scaled_dot_product_attention
+    twice = lambda *args, **options: own(*args, **options) * 2  # noqa: E731
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", twice)
+    tops.fuse(model)
+    assert_same(plain, model)
+
+
+def test_context_parallel_reaches_attention() -> None:
+    """torch has it for CUDA alone: on CPU, its function raises where attention calls it."""
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        model: Any = make("Llama")
+        tops.fuse(model)
+        model(input_ids=TOKENS)
+        buffer = torch.zeros(2, 12)
+        for one in (make("Llama"), model):
+            with (
+                context_parallel(mesh, buffers=[buffer], buffer_seq_dims=[1]),
+                pytest.raises(NotImplementedError, match="_scaled_dot_product_flash_attention"),
+            ):
+                one(input_ids=TOKENS)
+        model(input_ids=TOKENS)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_mask_with_a_gradient() -> None:

@@ -168,5 +168,6 @@ def add_adapter_facts(guards: _C.Guards, module: Any, name: str) -> None:
         guards.add_class_attribute(kind, method, f"the class of {name} has another {method}")
     for attribute in _ATTRIBUTES:
         guards.add_value(own, attribute, f"{attribute} of {name} has changed")
+    guards.add_value(vars(module.lora_A), "keys", f"keys of lora_A of {name} has changed")
     for attribute in _CONTAINERS:
         guards.add_items(own, attribute, f"{attribute} of {name} has changed")
