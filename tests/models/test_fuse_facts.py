@@ -341,6 +341,23 @@ def test_a_change_of_classes_and_functions(name: str, when: str) -> None:
     assert_same(plain, fused)
 
 
+def test_a_parametrized_weight_is_computed_once_a_call() -> None:
+    runs: list[int] = []
+
+    class Doubled(nn.Module):
+        def forward(self, weight: Tensor) -> Tensor:
+            runs.append(1)
+            return weight * 2
+
+    model, x = nn.Sequential(nn.RMSNorm(D)), torch.randn(2, D)
+    assert tops.fuse(model).fused
+    want = model(x) * 2
+    nn.utils.parametrize.register_parametrization(model[0], "weight", Doubled())
+    runs.clear()
+    torch.testing.assert_close(model(x), want)
+    assert len(runs) == 1
+
+
 def test_a_method_of_a_fused_class(monkeypatch: pytest.MonkeyPatch) -> None:
     fused, x = RootNorm(D), torch.randn(2, D)
     tops.fuse(fused)

@@ -135,9 +135,6 @@ class FusedModule(nn.Module):
         # What torch.fx traces with is no tensor.
         if not isinstance(input, Tensor) or is_exporting():
             return None
-        condition = self._tops_conditions[i]
-        if condition is not None and not condition(self, input):
-            return None
         if is_compiling():
             is_open = bool(self._tops_open >> i & 1)
             region: Any = self.__dict__[REGIONS][i] if is_open else None
@@ -149,7 +146,9 @@ class FusedModule(nn.Module):
         else:
             region = self._regions()[i]
             is_open = region.is_open(self)
-        if not is_open:
+        # Asked last: it may read properties, which run code of a model that has changed.
+        condition = self._tops_conditions[i]
+        if not is_open or (condition is not None and not condition(self, input)):
             return None
         return region if region.state.may_take(input, others) else None
 
