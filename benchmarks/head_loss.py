@@ -27,7 +27,7 @@ from suite.timing import Call, Clock, interleave
 from torch import Tensor, nn
 
 import transformer_ops as tops
-from transformer_ops.cpu import processor
+from transformer_ops.base.cpu import processor
 
 EAGER, INDUCTOR, OURS, AGAIN = "eager", "Inductor", "ours", "ours, logits again"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -11,8 +11,7 @@ _load()
 from . import library as _library  # noqa: E402
 from . import ops as _ops  # noqa: E402
 from . import quantization, recipe  # noqa: E402
-from .cpu import Processor, processor  # noqa: E402
-from .fuser import OperationFuser  # noqa: E402
+from .base.cpu import Processor, processor  # noqa: E402
 from .fusion.pattern import optional  # noqa: E402
 from .fusion.registry import (  # noqa: E402
     FusionHandle,
@@ -31,6 +30,10 @@ from .models import (  # noqa: E402
     unfuse,
     unfused,
 )
+from .modules.fuser import OperationFuser  # noqa: E402
+from .modules.residual import Residual  # noqa: E402
+from .modules.sequential import Sequential  # noqa: E402
+from .modules.views import view  # noqa: E402
 from .op import (  # noqa: E402
     BasicOperation,
     FusedOperation,
@@ -57,9 +60,6 @@ from .quantization.quantizers import (  # noqa: E402
     NVFP4Quantizer,
 )
 from .quantization.region import autocast  # noqa: E402
-from .residual import Residual  # noqa: E402
-from .sequential import Sequential  # noqa: E402
-from .views import view  # noqa: E402
 
 _library.listen()
 memory = _import_module(".memory", __name__)

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from . import _C, flops
-from .locks import new_lock
+from . import _C
+from .base.locks import new_lock
+from .reports import flops
 
 _registered: set[str] = set()
 _lock = new_lock()

@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from . import _C
-from .step_bytes import StepBytes, step_bytes
+from .reports.step_bytes import StepBytes, step_bytes
 
 __all__ = ["Stats", "StepBytes", "limit", "set_limit", "stats", "step_bytes", "trim"]
 

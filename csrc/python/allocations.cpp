@@ -1,4 +1,4 @@
-// The allocations of a training step for Python: transformer_ops/step_bytes.py.
+// The allocations of a training step for Python: transformer_ops/reports/step_bytes.py.
 #include <c10/util/ThreadLocalDebugInfo.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/profiler/orchestration/observer.h>

@@ -417,7 +417,7 @@ def test_weights_that_accumulate_keep_to_their_own_modules() -> None:
 
 
 def test_an_annealed_dropout_keeps_no_states() -> None:
-    from transformer_ops import guard_groups
+    from transformer_ops.base import guard_groups
 
     module = tops.Sequential(tops.Linear(8, 8), tops.Dropout(0.5))
     module(torch.randn(2, 8))

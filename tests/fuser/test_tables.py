@@ -7,7 +7,7 @@ import random
 import pytest
 from helpers import html_cells
 
-from transformer_ops.tables import WIDTH, html_table, text_table, wrapped
+from transformer_ops.reports.tables import WIDTH, html_table, text_table, wrapped
 
 
 def test_cells_that_fit_are_in_columns() -> None:

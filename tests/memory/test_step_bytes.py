@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 import transformer_ops as tops
-from transformer_ops import progress
 from transformer_ops.memory import StepBytes, step_bytes
+from transformer_ops.reports import progress
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 

@@ -14,7 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from typed_op_samples import NAMES, overload, samples
 
 import transformer_ops as tops
-from transformer_ops import _C, flops, recipe
+from transformer_ops import _C, recipe
+from transformer_ops.reports import flops
 
 pytestmark = pytest.mark.takes(seconds=25)
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import transformer_ops as tops
 from transformer_ops.models.layer_bytes import LayerBytes, LayerRow
-from transformer_ops.tables import size_text
+from transformer_ops.reports.tables import size_text
 
 
 def tokens() -> Tensor:

@@ -13,10 +13,10 @@ from helpers import html_cells
 from torch import Tensor, nn
 
 import transformer_ops as tops
-from transformer_ops import progress
 from transformer_ops import recipe as recipes
 from transformer_ops.quantization import Row, report
 from transformer_ops.quantization.statistics import measure
+from transformer_ops.reports import progress
 
 
 class Model(nn.Module):

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..handles import handles
-from ..marks import constant
+from ..base.handles import handles
+from ..base.marks import constant
 from ..op.base import BasicOperation
 from ..op.methods import single_name, split_names
 from ..runtime.host import HostPlan, Kwargs, check_kwargs

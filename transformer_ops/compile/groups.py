@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, get_autocast_dtype, is_autocast_enabled, is_grad_enabled
 from torch.compiler import is_exporting
 
-from .. import _C, guard_groups
+from .. import _C
 from .._loader import build_digest
+from ..base import guard_groups
+from ..base.handles import handles
+from ..base.marks import Reason, constant, disabled
 from ..fusion import registry
-from ..handles import handles
-from ..marks import Reason, constant, disabled
 from ..op.base import BasicOperation, FusibleOperation
 from ..op.names import WantedInputs, check_count
 from ..op.tensor_parallel import is_dtensor, local_parameter

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..handles import handles
-from ..marks import outside_of_jit_trace
+from ..base.handles import handles
+from ..base.marks import outside_of_jit_trace
 from ..op.base import BasicOperation, FusibleOperation
 from ..op.checks import DTYPES
 from ..op.fused import FusedOperation

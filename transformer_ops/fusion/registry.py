@@ -9,7 +9,7 @@ from types import MethodType
 from typing import Any, Literal
 
 from .. import _C
-from ..locks import new_lock
+from ..base.locks import new_lock
 from ..op.base import BasicOperation
 from ..op.fused import FusedOperation
 from ..op.methods import is_text, shown

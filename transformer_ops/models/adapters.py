@@ -8,8 +8,8 @@ from typing import Any
 from torch import nn
 
 from .. import _C
+from ..modules.views import Adapter, is_torch
 from ..op.borrowed import class_of
-from ..views import Adapter, is_torch
 from .pattern import Pattern
 from .rules import FuseSkip
 from .whole import name_of, names_in, patterns

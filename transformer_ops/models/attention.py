@@ -14,9 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..op.base import FusibleOperation
-from ..op.borrowed import class_of
-from ..views import (
+from ..modules.views import (
     BorrowedDropout,
     BorrowedProduct,
     BorrowedRMSNorm,
@@ -24,6 +22,8 @@ from ..views import (
     view,
     weight_of,
 )
+from ..op.base import FusibleOperation
+from ..op.borrowed import class_of
 from .attention_forms import (
     PARTS,
     check_rotation_of_timm,

@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..modules.views import BorrowedPackedLinear, BorrowedRMSNorm
 from ..op.base import FusibleOperation
 from ..op.borrowed import Borrowed
 from ..ops.attention import Attention, QKNorm
 from ..ops.bias import Bias
 from ..ops.make_extra_output import MakeExtraOutput
 from ..ops.rope import RoPE
-from ..views import BorrowedPackedLinear, BorrowedRMSNorm
 from .facts import Facts, Watcher
 
 __all__ = [

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..modules.views import BorrowedLinear, BorrowedLoRALinear, is_torch
 from ..op.base import FusibleOperation
-from ..views import BorrowedLinear, BorrowedLoRALinear, is_torch
 from .adapters import base_of
 from .attention_forms import Rotation, rotation_of
 from .attention_statements import (

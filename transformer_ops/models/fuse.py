@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator
 
 from torch import nn
 
+from ..modules.sequential import Sequential
 from ..op.base import FusibleOperation
 from ..runtime.policies import Policies
-from ..sequential import Sequential
 from .fused_class import FusedModule, fused_class
 from .region import set_recompute
 from .report import FuseReport, FuseRow

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling, is_exporting
 
-from ..guard_groups import untraced
-from ..marks import outside_of_jit_trace
+from ..base.guard_groups import untraced
+from ..base.marks import outside_of_jit_trace
+from ..modules.sequential import Sequential
 from ..op.quantizers import passed_over
 from ..plan.explain.explanation import Explanation
-from ..sequential import Sequential
 from .attention_ops import AttentionInputs
 from .region import IS_OFF, REGIONS, Region
 from .rewriting import rewritten

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
+from ..modules.views import is_torch
 from ..op.borrowed import class_of
-from ..views import is_torch
 from .deferred import DeferredHead
 from .pattern import Names
 from .rules import FuseSkip, FuseUnfit, register_fuse_rule

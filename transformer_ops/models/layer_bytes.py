@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..sharding import is_gathered, sharding_restored, storages
-from ..step_bytes import restored
-from ..svg import Canvas, save_svg
-from ..tables import html_table, size_text
+from ..base.sharding import is_gathered, sharding_restored, storages
+from ..reports.step_bytes import restored
+from ..reports.svg import Canvas, save_svg
+from ..reports.tables import html_table, size_text
 from .fused_class import FusedModule
 
 __all__ = ["LayerBytes", "LayerRow", "bytes_by_layer"]

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..cpu import processor
+from ..base.cpu import processor
+from ..modules.views import BorrowedLinear, is_torch, view
 from ..quantization.quantized_tensor import QuantizedTensor
 from ..quantization.stored import is_stored
-from ..views import BorrowedLinear, is_torch, view
 from .norms import NORMS_OF_INPUT_DTYPE, NORMS_THAT_PROMOTE, norm
 from .pattern import Names
 from .rules import FuseSkip, FuseUnfit, register_fuse_rule

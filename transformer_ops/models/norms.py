@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..modules.views import BorrowedLayerNorm, BorrowedRMSNorm
 from ..op.base import FusibleOperation
 from ..op.borrowed import class_of
-from ..views import BorrowedLayerNorm, BorrowedRMSNorm
 from .pattern import Names, Pattern
 from .rules import FuseSkip
 from .statements import function_of

@@ -9,16 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..op.base import FusibleOperation
-from ..op.borrowed import class_of
-from ..ops.activation import GELU, QGELU, ReLU, SiLU, SReLU
-from ..ops.basic_linear import BasicLinear
-from ..ops.constant_scale import ConstantScale
-from ..ops.glu import GEGLU, QGEGLU, ReGLU, SReGLU, SwiGLU
-from ..ops.lora_linear import LoRALinear
-from ..ops.packed_linear import PackedLinear
-from ..quantization.stored import is_stored
-from ..views import (
+from ..modules.views import (
     Adapted,
     BorrowedDropout,
     BorrowedDropPath,
@@ -32,6 +23,15 @@ from ..views import (
     view,
     weight_of,
 )
+from ..op.base import FusibleOperation
+from ..op.borrowed import class_of
+from ..ops.activation import GELU, QGELU, ReLU, SiLU, SReLU
+from ..ops.basic_linear import BasicLinear
+from ..ops.constant_scale import ConstantScale
+from ..ops.glu import GEGLU, QGEGLU, ReGLU, SReGLU, SwiGLU
+from ..ops.lora_linear import LoRALinear
+from ..ops.packed_linear import PackedLinear
+from ..quantization.stored import is_stored
 from .adapters import adapters_of, base_of, is_adapted
 from .norms import norm
 from .pattern import Names, Pattern, Steps, register_step

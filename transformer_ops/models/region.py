@@ -14,6 +14,8 @@ from torch.compiler import is_compiling
 from torch.nn.utils.parametrize import is_parametrized
 
 from .. import _C
+from ..modules.sequential import Sequential
+from ..modules.views import BorrowedLinear
 from ..op.base import FusibleOperation
 from ..op.borrowed import Borrowed, add_guards, class_of, find_obstacle, has_stored
 from ..op.hooks import HOOKS
@@ -22,8 +24,6 @@ from ..op.tensor_parallel import is_dtensor
 from ..op.view import View
 from ..quantization.stored import is_in_4_bits, is_packed
 from ..runtime.policies import Policies
-from ..sequential import Sequential
-from ..views import BorrowedLinear
 from .attention_ops import AttentionChoice, BorrowedAttention, attention_in, chosen
 from .branches import may_run
 from .captures import Captures, captures_of

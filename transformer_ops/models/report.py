@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..progress import progress
-from ..step_bytes import step_bytes
-from ..svg import Canvas, save_svg, text_width
-from ..tables import html_table, text_table, unbroken
+from ..reports.progress import progress
+from ..reports.step_bytes import step_bytes
+from ..reports.svg import Canvas, save_svg, text_width
+from ..reports.tables import html_table, text_table, unbroken
 from .fused_class import FusedModule
 from .layer_bytes import LayerBytes, LayerRow, bytes_by_layer
 from .step_comparison import StepComparison

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, cast
 
 from torch import SymBool, Tensor, nn
 
-from ..locks import new_lock
+from ..base.locks import new_lock
 from ..op.methods import is_text, shown
 from .pattern import INPUT, Names, Pattern
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..step_bytes import StepBytes
-from ..tables import html_table, size_text
+from ..reports.step_bytes import StepBytes
+from ..reports.tables import html_table, size_text
 
 __all__ = ["StepComparison"]
 

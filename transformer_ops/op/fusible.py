@@ -9,10 +9,10 @@ from torch import Tensor, nn, no_grad
 from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.fx import Proxy
 
-from ..constructors import names_its_arguments
-from ..guard_groups import untraced
-from ..handles import handles
-from ..marks import disabled, may_be_traced
+from ..base.constructors import names_its_arguments
+from ..base.guard_groups import untraced
+from ..base.handles import handles
+from ..base.marks import disabled, may_be_traced
 from ..quantization import scales
 from ..quantization.quantized_tensor import QuantizedTensor
 from . import methods

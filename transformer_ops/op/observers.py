@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import is_tensor
 
-from ..handles import handles
-from ..locks import new_lock
+from ..base.handles import handles
+from ..base.locks import new_lock
 from .hooks import HOOKS
 
 # The dicts of a module that C++ references.

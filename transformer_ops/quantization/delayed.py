@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import _C
-from ..locks import new_lock
+from ..base.locks import new_lock
 from ..op.base import FusibleOperation
 from . import scales
 from .agreement import agree

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from .. import _C
+from ..base.sharding import storages
 from ..op.base import FusibleOperation
-from ..progress import progress
-from ..sharding import storages
-from ..tables import html_table, size_text, text_table
+from ..reports.progress import progress
+from ..reports.tables import html_table, size_text, text_table
 from .number_format import FORMATS
 from .quantized_tensor import QuantizedTensor
 from .statistics import Report, Row, errors_of

@@ -7,7 +7,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from ..constructors import names_its_arguments
+from ..base.constructors import names_its_arguments
 from .number_format import FORMATS, NumberFormat, format_with
 from .quantized_tensor import QuantizedTensor, decoded
 

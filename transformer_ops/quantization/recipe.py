@@ -7,8 +7,8 @@ import enum
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
-from ..constructors import names_its_arguments
-from ..handles import handles
+from ..base.constructors import names_its_arguments
+from ..base.handles import handles
 from .number_format import format_with
 
 __all__ = [

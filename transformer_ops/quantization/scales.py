@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_exporting
 
-from ..locks import new_lock
+from ..base.locks import new_lock
 from .number_format import FORMATS
 
 __all__ = ["drop_scales", "has_scales", "make_scales", "note_run", "owners_of_scales"]

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from ..op.base import BasicOperation, FusibleOperation
-from ..progress import progress
-from ..tables import html_table, text_table
+from ..reports.progress import progress
+from ..reports.tables import html_table, text_table
 from .number_format import FORMATS
 from .recipe import CustomRecipe, MXFP8BlockScaling, Recipe
 from .region import autocast

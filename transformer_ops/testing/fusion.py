@@ -11,16 +11,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ..fuser import OperationFuser
 from ..fusion import registry
 from ..fusion.pattern import Pattern, check_pattern
+from ..modules.fuser import OperationFuser
+from ..modules.sequential import Sequential
 from ..op.base import FusibleOperation
 from ..op.context import OperationContext
 from ..op.fused import FusedOperation
 from ..op.methods import shown
 from ..plan.plan import Plan, Step
 from ..runtime import host
-from ..sequential import Sequential
 from .comparison import ALONE, Comparison, FusionCheck, check_inputs, check_tolerances
 from .subject import Subject, with_attributes
 from .ways import Way, compiled_ways, eager_ways

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from ...svg import save_svg
+from ...reports.svg import save_svg
 from ..plan import Plan
 from .picture import svg
 from .summary import Group, Plain

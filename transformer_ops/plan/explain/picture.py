@@ -12,7 +12,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ...svg import Canvas, text_width
+from ...reports.svg import Canvas, text_width
 from .summary import Group, Link, Plain, Slot, StepRow
 from .text import bytes_text, miss_text, summary_text
 

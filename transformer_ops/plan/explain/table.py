@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from ...tables import CELL_STYLE, html_row
+from ...reports.tables import CELL_STYLE, html_row
 from .summary import Group, Plain, StepRow
 from .text import link_text, miss_text, ops_text, reads_text, slot_text, summary_text
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...tables import text_table, unbroken, wrapped
+from ...reports.tables import text_table, unbroken, wrapped
 from ..plan import NearMiss
 from .summary import Group, Link, Plain, Slot, StepRow
 

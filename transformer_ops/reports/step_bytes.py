@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from . import _C
-from .op.tensor_parallel import is_dtensor
+from .. import _C
+from ..base.sharding import sharding_restored, storages
+from ..op.tensor_parallel import is_dtensor
 from .progress import progress
-from .sharding import sharding_restored, storages
 from .tables import html_table, size_text
 
 __all__ = ["StepBytes", "restored", "step_bytes"]

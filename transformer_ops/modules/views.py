@@ -9,18 +9,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .op.base import BasicOperation, FusibleOperation
-from .op.borrowed import Borrowed, class_of, find_obstacle
-from .ops.activation import GELU, ReLU, SiLU
-from .ops.basic_linear import BasicLinear
-from .ops.bias import Bias
-from .ops.drop_path import DropPath
-from .ops.dropout import Dropout
-from .ops.layer_scale import LayerScale
-from .ops.lora_linear import LoRALinear
-from .ops.norm import LayerNorm, RMSNorm
-from .ops.packed_linear import PackedLinear
-from .quantization.stored import as_quantized, is_stored
+from ..op.base import BasicOperation, FusibleOperation
+from ..op.borrowed import Borrowed, class_of, find_obstacle
+from ..ops.activation import GELU, ReLU, SiLU
+from ..ops.basic_linear import BasicLinear
+from ..ops.bias import Bias
+from ..ops.drop_path import DropPath
+from ..ops.dropout import Dropout
+from ..ops.layer_scale import LayerScale
+from ..ops.lora_linear import LoRALinear
+from ..ops.norm import LayerNorm, RMSNorm
+from ..ops.packed_linear import PackedLinear
+from ..quantization.stored import as_quantized, is_stored
 
 __all__ = [
     "Adapted",

@@ -11,36 +11,30 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.overrides import handle_torch_function
 
-from . import _C, guard_groups
-from .compile.graph import number_of
-from .compile.groups import (
-    Facts,
-    Reads,
-    check_call,
-    check_parameters,
-    traced_alone,
-    traced_group,
-)
-from .constructors import names_its_arguments
-from .handles import handles
-from .marks import outside_of_jit_trace
-from .op.base import BasicOperation, FusibleOperation, run_alone_by
-from .op.borrowed import guards_of
-from .op.channels import Routed, resolve_channels
-from .op.hooks import has_hooks
-from .op.in_place import check_in_place
-from .op.names import OpName, WantedInputs, names_of, wanted_inputs
-from .op.observers import Observer
-from .op.ops import Ops
-from .op.tensor_parallel import check_columns, is_dtensor, local_parameters, local_sizes
-from .op.view import owners_of
-from .plan.explain.explanation import Explanation
-from .plan.explain.summary import Group, describe
-from .plan.plan import Plan, declarations_of
-from .plan.saved_bytes import SavedBytes, likely_shape, saved_bytes
-from .quantization.quantized_tensor import QuantizedTensor, decoded, with_parts
-from .runtime.host import Kwargs, check_kwargs
-from .runtime.layout import (
+from .. import _C
+from ..base import guard_groups
+from ..base.constructors import names_its_arguments
+from ..base.handles import handles
+from ..base.marks import outside_of_jit_trace
+from ..compile.graph import number_of
+from ..compile.groups import Facts, Reads, check_call, check_parameters, traced_alone, traced_group
+from ..op.base import BasicOperation, FusibleOperation, run_alone_by
+from ..op.borrowed import guards_of
+from ..op.channels import Routed, resolve_channels
+from ..op.hooks import has_hooks
+from ..op.in_place import check_in_place
+from ..op.names import OpName, WantedInputs, names_of, wanted_inputs
+from ..op.observers import Observer
+from ..op.ops import Ops
+from ..op.tensor_parallel import check_columns, is_dtensor, local_parameters, local_sizes
+from ..op.view import owners_of
+from ..plan.explain.explanation import Explanation
+from ..plan.explain.summary import Group, describe
+from ..plan.plan import Plan, declarations_of
+from ..plan.saved_bytes import SavedBytes, likely_shape, saved_bytes
+from ..quantization.quantized_tensor import QuantizedTensor, decoded, with_parts
+from ..runtime.host import Kwargs, check_kwargs
+from ..runtime.layout import (
     Layout,
     call_group,
     explain_segments,
@@ -48,9 +42,9 @@ from .runtime.layout import (
     make_layout,
     run_segments,
 )
-from .runtime.overriding import overriding
-from .runtime.policies import Policies
-from .runtime.session import Session
+from ..runtime.overriding import overriding
+from ..runtime.policies import Policies
+from ..runtime.session import Session
 
 # For each op and each extra input: the (op, extra output) of this group that it reads, or None.
 Sources = Sequence[Sequence[tuple[int, int] | None]]

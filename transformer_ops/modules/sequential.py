@@ -11,23 +11,22 @@ from torch import Tensor, nn, no_grad
 from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.fx import Proxy
 
-from . import guard_groups
-from .compile.groups import traced_segment
-from .constructors import names_its_arguments
-from .fuser import OperationFuser
-from .handles import handles
-from .marks import constant, disabled, may_be_traced
-from .op.base import FusibleOperation
-from .op.fx import symbolic_call
-from .op.hooks import HookDicts, has_hooks
-from .op.methods import shown
-from .op.names import check_count
-from .op.observers import Observer
-from .op.state_dict import modules_with_known_shapes, shape_mismatches
-from .op.view import owners_of
-from .plan.explain.explanation import Explanation
-from .plan.plan import Plan
-from .runtime.layout import (
+from ..base import guard_groups
+from ..base.constructors import names_its_arguments
+from ..base.handles import handles
+from ..base.marks import constant, disabled, may_be_traced
+from ..compile.groups import traced_segment
+from ..op.base import FusibleOperation
+from ..op.fx import symbolic_call
+from ..op.hooks import HookDicts, has_hooks
+from ..op.methods import shown
+from ..op.names import check_count
+from ..op.observers import Observer
+from ..op.state_dict import modules_with_known_shapes, shape_mismatches
+from ..op.view import owners_of
+from ..plan.explain.explanation import Explanation
+from ..plan.plan import Plan
+from ..runtime.layout import (
     Layout,
     call_group,
     explain_segments,
@@ -39,7 +38,8 @@ from .runtime.layout import (
     make_layout,
     run_segments,
 )
-from .runtime.policies import Policies
+from ..runtime.policies import Policies
+from .fuser import OperationFuser
 
 OpKwargs = Mapping[Any, dict[str, Any]]
 

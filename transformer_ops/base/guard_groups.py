@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from . import _C
+from .. import _C
 from .locks import new_lock
 
 _CAN_ISOLATE = "isolate_recompiles" in inspect.signature(torch.compile).parameters

@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import nn
 
-from .constructors import names_its_arguments
-from .op.channels import PrivateChannel
-from .ops import AddExtraInput, MakeExtraOutput
+from ..base.constructors import names_its_arguments
+from ..op.channels import PrivateChannel
+from ..ops import AddExtraInput, MakeExtraOutput
 from .sequential import Sequential
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _C
+from .. import _C
 
 _COUNTER = "torch.utils.flop_counter"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from . import _C
+from .. import _C
 
 __all__ = ["Processor", "processor"]
 

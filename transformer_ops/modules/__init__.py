@@ -1,0 +1,1 @@
+"""The modules that users make of ops, and views of those of torch."""

@@ -1,0 +1,1 @@
+"""Tables, pictures, bars of progress, and counts of bytes and FLOPs."""
