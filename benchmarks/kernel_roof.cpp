@@ -147,7 +147,7 @@ void measure(DType dtype, const char* dtype_name, int64_t tokens, int64_t h, int
                      dropout_backward(dtype, at(g, b, h), mask + b * h / 8, at(y, b, h), 0.1,
                                       (e - b) * h);
                    }});
-  // h/2 outputs a row, so that T x h is the input, as in docs/performance.md.
+  // h/2 outputs a row, so that T x h is the input, as in docs/measurements.md.
   table.push_back({"swiglu fwd", 1.5, [=](int64_t b, int64_t e) {
                      glu_forward(swiglu, dtype, at(x, b, h), at(y, b, h / 2), e - b, h / 2);
                    }});

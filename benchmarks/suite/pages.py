@@ -11,7 +11,8 @@ from .cases import BLOCKS, DEFAULT, OPS, PRODUCTS, WARM
 from .machine import ROOT, caption
 from .results import Results
 
-PAGE = ROOT / "docs" / "performance.md"
+PAGE = ROOT / "docs" / "measurements.md"
+SUMMARY = ROOT / "docs" / "performance.md"
 README = ROOT / "README.md"
 MARKED = re.compile(r"(<!-- bench (.+?) -->\n)(.*?)(<!-- /bench -->)", re.DOTALL)
 UNKNOWN = "*Not measured yet: `make bench ARGS=--record` fills this in.*"
@@ -93,6 +94,31 @@ def _products_in_short(results: Results) -> str:
     )
 
 
+def _models_in_short(results: Results) -> str:
+    """Whole models against eager torch, for the page that answers first."""
+    record = results.limited.get("models")
+    if record is None:
+        return ""
+    found = {row["what"]: row["found"] for row in record["rows"] if row["against"] == "eager"}
+    parts = ("saved for backward", "peak of a step", "step")
+    models = [what.removesuffix(": step") for what in found if what.endswith(": step")]
+    rows = []
+    for model in models:
+        if PRODUCTS not in model:
+            texts = [f"{one}: {part}" for one in (model, f"{model}, {PRODUCTS}") for part in parts]
+            cells = (f"{found[text]:.2f}" if text in found else "-" for text in texts)
+            rows.append(f"| {model} | {' | '.join(cells)} |")
+    return "\n".join(
+        [
+            "| model | saved | peak | time | products recomputed: saved | peak | time |",
+            f"| --- |{' ---: |' * 6}",
+            *rows,
+            "",
+            f"{caption(record['about'])}.",
+        ]
+    )
+
+
 PARTS: dict[str, Callable[[Results], str]] = {
     "products in short": _products_in_short,
     "machine": lambda results: caption(results.about) + ".",
@@ -114,6 +140,7 @@ PARTS: dict[str, Callable[[Results], str]] = {
     "threads": lambda results: _limited(results, "threads"),
     "cores": lambda results: _table(tables.cores()),
     "models": lambda results: _limited(results, "models"),
+    "models in short": _models_in_short,
     "calls": lambda results: _calls(results),
     "in short": lambda results: _in_short(results),
 }
@@ -131,6 +158,6 @@ def rendered(text: str, results: Results) -> str:
 
 def write(results: Results) -> None:
     """Write the numbers into the pages."""
-    for page in (PAGE, README):
+    for page in (PAGE, SUMMARY, README):
         text = page.read_text(encoding="utf-8")
         page.write_text(rendered(text, results), encoding="utf-8")

@@ -44,7 +44,7 @@ def test_a_dead_link_is_an_error() -> None:
     [
         ("docs/blocks.md", "models.md", "models.md"),
         ("docs/blocks.md", "../CHANGELOG.md", "changes.md"),
-        ("docs/gpu/README.md", "../performance.md#ops", "performance.md#ops"),
+        ("docs/gpu/README.md", "../measurements.md#ops", "measurements.md#ops"),
         ("CHANGELOG.md", "docs/gpu/README.md", "gpu.md"),
         ("docs/blocks.md", "../examples/cpp_extension/README.md", "example-library.md"),
         ("docs/blocks.md", "../examples/cpp_extension", "example-library.md"),

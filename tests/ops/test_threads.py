@@ -15,7 +15,7 @@ ROWS, WIDTH = 600, 1024  # enough for every one of 16 threads
 THREADS = (2, 4, 8, 16)
 
 
-# The promise of docs/performance.md: these give the same bits on any number of threads.
+# The promise of docs/measurements.md: these give the same bits on any number of threads.
 EXACT: dict[str, Callable[[], nn.Module]] = {
     "gelu": lambda: tops.Sequential(tops.GELU()),
     "swiglu": lambda: tops.Sequential(tops.SwiGLU()),

@@ -347,13 +347,15 @@ def test_a_page_takes_tables_between_its_marks() -> None:
 
 
 def test_every_part_of_the_record_has_its_place() -> None:
-    texts = (page.read_text(encoding="utf-8") for page in (pages.PAGE, pages.README))
+    texts = (page.read_text(encoding="utf-8") for page in (pages.PAGE, pages.SUMMARY, pages.README))
     shown = [found[2] for text in texts for found in pages.MARKED.finditer(text)]
     assert sorted(shown) == sorted(pages.PARTS)
     assert set(bench.LIMITED) <= set(shown)
 
 
-@pytest.mark.parametrize("page", [pages.PAGE, pages.README], ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page", [pages.PAGE, pages.SUMMARY, pages.README], ids=lambda page: page.name
+)
 def test_the_page_shows_what_is_recorded(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert [found[2] for found in pages.MARKED.finditer(text)]
@@ -467,13 +469,14 @@ def test_a_pattern_that_matches_nothing(capsys: pytest.CaptureFixture[str]) -> N
 def test_a_part_of_the_record_replaces_that_part_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    recorded, page = tmp_path / "recorded.json", tmp_path / "performance.md"
+    recorded, page = tmp_path / "recorded.json", tmp_path / "measurements.md"
     recorded.write_text(bench.RECORDED.read_text(encoding="utf-8"))
     page.write_text(pages.PAGE.read_text(encoding="utf-8"))
     for module in (bench, rows):
         monkeypatch.setattr(module, "RECORDED", recorded)
     monkeypatch.setattr(pages, "PAGE", page)
-    monkeypatch.setattr(pages, "README", page)
+    for name in ("README", "SUMMARY"):
+        monkeypatch.setattr(pages, name, page)
     before = Results.read(recorded)
     calls = {**(before.calls or {}), "about": {**ABOUT, "cpu": "a new CPU"}, bench.WORSE: []}
     monkeypatch.setattr(bench, "run_program", lambda *unused: (dict(calls), 0))
