@@ -151,6 +151,16 @@ def test_a_global_variable() -> None:
     torch.testing.assert_close(*seen)
 
 
+def test_a_global_variable_that_is_the_result() -> None:
+    body = "global total\nh = self.norm(x)\nh = self.mlp(h)\ntotal = x + h\nreturn total * 1"
+    kind = compiled_class(body, "a global result")
+    plain, fused = kind(), kind()
+    report = tops.fuse(fused)
+    for _ in range(3):
+        assert_same(plain, fused)
+        assert "residual" in [row.rule for row in report.fused]
+
+
 def test_a_source_that_was_edited() -> None:
     path = "<an edited layer>"
     plain = compiled_class(BETWEEN.format("", ""), "e", path)

@@ -52,9 +52,9 @@ def _chains(node: ast.AST) -> Iterable[Chain]:
 
 
 def _chain(node: ast.AST) -> Chain:
-    """`a.b.c` as a tuple; an empty one of another node."""
+    """`a.b.c` as a tuple; an empty one of another node, also of a name that is assigned."""
     if isinstance(node, ast.Name):
-        return (node.id,)
+        return () if isinstance(node.ctx, ast.Store) else (node.id,)
     if isinstance(node, ast.Attribute):
         owner, name = _chain(node.value), node.attr
         return (*owner, name) if owner else ()
