@@ -7,6 +7,9 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 p
 PINNED := $(shell sed -n 's/^torch==\([0-9.]*\).*/\1/p' constraints.txt | head -n 1)
 TORCH ?= $(PINNED)
 ARGS ?=
+# Python must keep what it compiles: otherwise each process compiles torch's sources again, which takes
+# as long as the rest of its imports, and three times as long where Inductor is imported too.
+unexport PYTHONDONTWRITEBYTECODE
 
 ifeq ($(TORCH),$(PINNED))
 VENV := .venv
