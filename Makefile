@@ -32,8 +32,8 @@ EMULATED := --emulate-cuda build/cp*-torch$(TORCH)/tests/cpp/emulated/libtransfo
     $(addprefix tests/ops/test_grouped.py::test_, splits a_nan_stays_in_its_group groups_are_multiplied_by_torch \
         a_layer_is_a_loop_over_experts rows_that_somebody_else_has_sorted) \
     tests/ops/test_main_grad.py tests/ops/test_packed_linear.py tests/ops/test_lora_linear.py tests/quantization/test_quantize.py tests/quantization/test_saved_formats.py \
-    tests/quantization/test_scaled_products.py tests/quantization/test_fp8_products.py \
-    tests/quantization/test_block_products.py tests/quantization/test_groups_on_cuda.py tests/quantization/test_nvfp4_products.py \
+    tests/quantization/test_scaled_products.py tests/quantization/test_codes.py tests/quantization/test_products_of_codes.py \
+    tests/quantization/test_cublaslt_products.py tests/quantization/test_modules_of_codes.py tests/quantization/test_groups_on_cuda.py \
     tests/quantization/test_rounded_by_scale.py tests/quantization/test_four_over_six.py tests/fuser/test_fusions_under_recipes.py
 
 # What depends on how products run: numbers, bytes and plans.

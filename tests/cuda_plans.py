@@ -108,12 +108,16 @@ def check_that_compiled_code_has_no_break(
     recipe: Recipe,
     *,
     dynamic: bool | None = None,
+    backend: str = "inductor",
     error: float = 2**-6,
 ) -> None:
     text, want = str(on_cuda(module, x, recipe).plans()[0]), run_for_cuda(module, x, recipe)
     parameters = [p.detach().requires_grad_() for p in module.parameters()]
     run = torch.compile(
-        lambda x, given: o.run_plan(text, x, [], given)[0], fullgraph=True, dynamic=dynamic
+        lambda x, given: o.run_plan(text, x, [], given)[0],
+        fullgraph=True,
+        dynamic=dynamic,
+        backend=backend,
     )
     y = run(x, parameters)
     got = [y, *torch.autograd.grad(y.float().square().sum(), parameters)]
