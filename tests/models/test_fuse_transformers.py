@@ -245,7 +245,11 @@ def test_loss_gradients_and_state_dict(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["Llama", "Gemma3", "GPT2", "GPTNeoX", "OPT", "StableLm", "Bert", "DistilBert", "Dinov2"],
+    [
+        *("Llama", "Gemma3", "GPT2", "GPTNeoX", "Bert", "DistilBert"),
+        # They have the rules of Llama and GPT2.
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("OPT", "StableLm", "Dinov2")),
+    ],
 )
 def test_compiled(name: str) -> None:
     torch._dynamo.reset()

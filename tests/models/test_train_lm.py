@@ -27,6 +27,15 @@ from lm.options import parse  # noqa: E402
 
 pytestmark = pytest.mark.takes(seconds=65)
 
+
+@pytest.fixture(autouse=True)
+def _short_reports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A picture and a long sample take longer than a short training. A run as a user starts it, in
+    a process of its own, has both."""
+    monkeypatch.setattr(report, "draw_losses", lambda run, path: None)
+    monkeypatch.setattr(report, "SAMPLE_BYTES", 3)
+
+
 SMALL = ["--batch", "2", "--context", "32", "--layers", "2", "--width", "32"]
 
 

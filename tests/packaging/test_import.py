@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 
@@ -39,18 +40,15 @@ def run_fresh(code: str, stderr: int = subprocess.PIPE) -> str:
     return done.stdout
 
 
-def modules_after(code: str) -> set[str]:
-    return set(run_fresh(f"{code}\nimport sys\nprint(*sys.modules)").split())
-
-
 @pytest.fixture(scope="module")
-def of_torch() -> set[str]:
-    """What `import torch` alone loads."""
-    return modules_after("import torch")
+def seen() -> dict[str, set[str]]:
+    """The modules that there are after each part of WORK, and the typed ops then."""
+    lines = [line.split() for line in run_fresh(WORK).splitlines()]
+    return {after: set(names) for after, *names in lines}
 
 
-def test_the_import_loads_itself_and_the_standard_library(of_torch: set[str]) -> None:
-    loaded = modules_after("import torch\nimport transformer_ops") - of_torch
+def test_the_import_loads_itself_and_the_standard_library(seen: dict[str, set[str]]) -> None:
+    loaded = seen["package"] - seen["torch"]
     tops = {name for name in loaded if name.partition(".")[0] == "transformer_ops"}
     assert "transformer_ops.modules.sequential" in tops
     rest = {name.partition(".")[0] for name in loaded - tops}
@@ -60,11 +58,17 @@ def test_the_import_loads_itself_and_the_standard_library(of_torch: set[str]) ->
 
 # What an eager program does with a Sequential.
 WORK = """
-import copy, pickle, sys, torch
-import transformer_ops as tops
+import sys, torch
 
 def loaded(after):
     print(after, *sys.modules)
+
+loaded("torch")
+import transformer_ops as tops
+loaded("package")
+names = {s.name for s in torch._C._jit_get_all_schemas()}
+print("schemas", *(n for n in names if n.startswith("transformer_ops::")))
+import copy, pickle
 
 block = tops.Sequential(
     tops.MakeExtraOutput().set_extra_output_channel(0, "residual", output_to_caller=False),
@@ -98,18 +102,20 @@ with torch.no_grad():
 loaded("buffers")
 torch.ops.transformer_ops.gelu(x).sum().backward()
 loaded("typed_op")
+import torch._dynamo
+loaded("compiler")
 """
 
 
-def test_eager_work_loads_no_compiler(of_torch: set[str]) -> None:
-    found = [line.split() for line in run_fresh(WORK).splitlines()]
-    assert [found[0][0], found[-1][0]] == ["step", "typed_op"]
-    for after, *modules in found:
-        assert not HEAVY & set(modules) - of_torch, after
+def test_eager_work_loads_no_compiler(seen: dict[str, set[str]]) -> None:
+    parts = re.findall(r'^loaded\("(\w+)"\)$', WORK, re.MULTILINE)
+    assert parts == [part for part in seen if part != "schemas"]
+    for after in parts[1:-1]:
+        assert not HEAVY & seen[after] - seen["torch"], after
 
 
-def test_the_modules_would_be_seen() -> None:
-    assert {"torch._dynamo", "sympy"} <= modules_after("import torch._dynamo")
+def test_the_modules_would_be_seen(seen: dict[str, set[str]]) -> None:
+    assert {"torch._dynamo", "sympy"} <= seen["compiler"]
 
 
 # ---- typed ops get their gradients at the first one
@@ -181,6 +187,8 @@ COPIES = f"""
 {TYPED}
 import os
 for what, script in {FIRST!r}.items():
+    if what == "compiled":
+        import torch._dynamo  # for all that follow
     child = os.fork()
     if child == 0:
         exec(script)
@@ -285,13 +293,9 @@ def test_names_that_load_late_are_the_public_ones() -> None:
         assert getattr(package, name).__module__ == f"{package.__name__}.{home}"
 
 
-def test_torch_has_a_typed_op_for_what_programs_call() -> None:
+def test_torch_has_a_typed_op_for_what_programs_call(seen: dict[str, set[str]]) -> None:
     """Forms that plans alone need have no schema: `run_call` names them."""
-    names = run_fresh(
-        "import torch, transformer_ops\n"
-        "names = {s.name for s in torch._C._jit_get_all_schemas()}\n"
-        "print(*sorted(n for n in names if n.startswith('transformer_ops::')))"
-    ).split()
+    names = seen["schemas"]
     assert 100 < len(names) <= 151
     forms = ("_rounded", "_rounded_scaled", "_saved")
     assert not [n for n in names if n.endswith(forms) or n.startswith("transformer_ops::recompute")]

@@ -38,6 +38,12 @@ from transformer_ops.quantization.scales import owners_of_scales
 pytestmark = pytest.mark.takes(seconds=80)
 
 all_recipes = pytest.mark.parametrize("name", EVERY_RECIPE)
+# Their graphs differ from those of others by the names of formats alone.
+LIKE_OTHERS = {"mxfp8 hybrid", "block", "nvfp4 4over6"}
+each_kind_of_recipe = pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.slow if n in LIKE_OTHERS else ()) for n in EVERY_RECIPE],
+)
 
 
 class EveryOp(nn.Module):
@@ -77,7 +83,7 @@ def of_every_op(run: Any, parameters: Any, inputs: list[list[Tensor]]) -> dict[s
 # ---- compiled
 
 
-@all_recipes
+@each_kind_of_recipe
 def test_every_op_compiled(name: str) -> None:
     module, inputs = EveryOp(name), [case.inputs() for case in CASES]
     exact = of_every_op(module, module, inputs)
@@ -137,7 +143,7 @@ def test_a_region_within_a_graph() -> None:
 # ---- exported
 
 
-@all_recipes
+@each_kind_of_recipe
 def test_every_op_exported(name: str) -> None:
     """What is drawn at random is drawn by each run of the program, from torch's generator."""
     module, inputs = EveryOp(name), [case.inputs() for case in CASES]
