@@ -657,21 +657,3 @@ def test_an_activation_that_is_always_computed_again(name: str) -> None:
     assert kept[0] - kept[1] == 9 * 2 * 8 * 4
     for a, b in zip(*grads, strict=True):
         torch.testing.assert_close(a, b)
-    with pytest.raises(ValueError, match=rf"\[{name}\] activation_recompute_in_mlp must be a bool"):
-        getattr(tops, name)(activation_recompute_in_mlp=1)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "options", "text"),
-    [
-        ((0, 4, 4), {}, "num_groups must be an int >= 1, got 0"),
-        ((2, 4, 4), {"bias": 1}, "bias must be a bool, got 1"),
-        ((2, 4, 4), {"single_grouped_weight": 1}, "single_grouped_weight must be a bool, got 1"),
-        ((2, 4, 4), {"bias": False, "scale_bias": True}, "scale_bias must come with bias=True"),
-    ],
-)
-def test_bad_constructor_arguments(
-    arguments: tuple[int, ...], options: dict[str, Any], text: str
-) -> None:
-    with pytest.raises(ValueError, match=rf"\[GroupedLinear\] {text}"):
-        tops.GroupedLinear(*arguments, **options)

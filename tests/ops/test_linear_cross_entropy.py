@@ -266,29 +266,6 @@ def test_bad_targets_change_nothing() -> None:
     assert op(x, target).isfinite()
 
 
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"reduction": "max"}, "reduction must be one of mean, sum, none, got 'max'"),
-        ({"gradients_in": "both"}, "gradients_in must be one of forward, backward, got 'both'"),
-        (
-            {"reduction": "none", "gradients_in": "forward"},
-            "gradients_in must be 'backward' where reduction is 'none', got 'forward'",
-        ),
-        ({"label_smoothing": 1.5}, r"label_smoothing must be a number in \[0, 1\], got 1.5"),
-        ({"softcap": 0}, "softcap must be a finite number > 0, got 0"),
-        ({"z_loss": -1.0}, "z_loss must be a finite number >= 0, got -1.0"),
-        ({"chunk": 0}, "chunk must be an int >= 1, got 0"),
-        ({"ignore_index": 1.5}, "ignore_index must be an int"),
-        ({"bias": 1}, "bias must be a bool, got 1"),
-        ({"log_probs": None}, "log_probs must be a bool, got None"),
-    ],
-)
-def test_bad_options(options: dict[str, Any], text: str) -> None:
-    with pytest.raises(ValueError, match=rf"^\[LinearCrossEntropy\] {text}"):
-        LinearCrossEntropy(H, V, **options)
-
-
 def test_second_derivatives() -> None:
     """They are right if backward computes the gradients, and refused if forward made them, also if
     the input's values are known."""

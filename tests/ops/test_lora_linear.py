@@ -205,23 +205,6 @@ def test_functional_call() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"rank": 0}, "each size of rank must be an int >= 1, got 0"),
-        ({"rank": (4, 4)}, "rank must have one entry for each of 3 adapters, got"),
-        ({"rank": 4, "scaling": (1.0,)}, "scaling must have one entry for each of 3 adapters"),
-        ({"rank": 4, "scaling": float("nan")}, "scaling must be a finite number, got nan"),
-        ({"rank": 4, "adapted": ()}, "rank must have one entry for each of 0 adapters, got 4"),
-        ({"rank": 4, "adapted": (0, 3)}, r"adapted must be in \[0, 3\), got 3"),
-        ({"rank": 4, "dropout": 1.5}, r"p must be a number in \[0, 1\], got 1.5"),
-    ],
-)
-def test_bad_arguments(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=rf"^\[LoRALinear\] {message}"):
-        tops.LoRALinear(WIDTH, COLUMNS, **options)
-
-
-@pytest.mark.parametrize(
     ("name", "shape", "message"),
     [
         ("lora_b0", (40, 5), r"lora_b0 must have shape \[40, 4\], got \[40, 5\]"),

@@ -323,23 +323,6 @@ def test_parameters_start_as_those_of_linears() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (dict(out_features=()), "out_features must have at least one size"),
-        (dict(out_features=(3, 0)), "each size of out_features must be an int >= 1, got 0"),
-        (dict(in_features=0), "in_features must be an int >= 1, got 0"),
-        (dict(bias=1), "bias must be a bool, got 1"),
-        (dict(rng_state_tracker_function=3), "rng_state_tracker_function must be callable or None"),
-        (dict(accumulate_into_main_grad=None), "accumulate_into_main_grad must be a bool"),
-    ],
-    ids=str,
-)
-def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=rf"\[PackedLinear\] {message}"):
-        tops.PackedLinear(**{"in_features": 4, "out_features": (4, 4), **arguments})
-
-
-@pytest.mark.parametrize(
     ("name", "shape", "error", "message"),
     [
         ("weight1", (25, 48), RuntimeError, r"weight1 must have shape \[24, 48\], got \[25, 48\]"),

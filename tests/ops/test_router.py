@@ -90,20 +90,6 @@ def test_the_typed_op() -> None:
             torch.ops.transformer_ops.router(*wrong)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "options", "text"),
-    [
-        ((8, 3, 4), {}, "top_k must be at most num_experts, 3, got 4"),
-        ((8, 0, 1), {}, "num_experts must be an int >= 1, got 0"),
-        ((8, 3, 2), {"score": "tanh"}, "score must be one of softmax, sigmoid, got 'tanh'"),
-        ((8, 3, 2), {"balanced": 1}, "balanced must be a bool, got 1"),
-    ],
-)
-def test_bad_arguments(arguments: tuple[int, ...], options: dict[str, Any], text: str) -> None:
-    with pytest.raises(ValueError, match=rf"\[Router\] {text}"):
-        tops.Router(*arguments, **options)
-
-
 def layer(h: int, f: int, e: int, k: int) -> tops.Sequential:
     """norm, router, experts, residual."""
     fork = tops.MakeExtraOutput().set_extra_output_channel(0, "residual", output_to_caller=False)
