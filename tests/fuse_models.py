@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 
 import transformer_ops as tops
@@ -212,3 +213,15 @@ def of_layers(rows: list[Any]) -> list[Any]:
 
 def is_fused(report: tops.FuseReport) -> list[bool]:
     return [not row.reason for row in of_layers(report.rows)]
+
+
+def llama() -> Any:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=32,
+        intermediate_size=80,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        vocab_size=64,
+    )
+    return transformers.LlamaForCausalLM(config)

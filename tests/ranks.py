@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -52,3 +53,30 @@ def group_of_ranks(rank: int, size: int, folder: str) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+def _run_all(rank: int, works: list[Callable[[int], None]], folder: str, size: int) -> None:
+    with group_of_ranks(rank, size, folder):
+        for work in works:
+            work(rank)
+            dist.barrier()
+            Path(folder, f"{work.__name__} {rank}").touch()
+
+
+class Jobs:
+    """Runs each of `works(rank)` in turn in the same processes: a start takes longer than most of
+    them. Where one fails, those after it do not run, and fail with its error."""
+
+    def __init__(self, works: list[Callable[[int], None]], folder: str, ranks: int) -> None:
+        self.folder, self.ranks = folder, ranks
+        self.error: Exception | None = None
+        try:
+            spawn(_run_all, works, folder, ranks, ranks=ranks)
+        except Exception as error:
+            self.error = error
+
+    def check(self, work: Callable[[int], None]) -> None:
+        """Raises unless the work has ended in all processes."""
+        files = [Path(self.folder, f"{work.__name__} {rank}") for rank in range(self.ranks)]
+        if not all(file.exists() for file in files):
+            raise AssertionError(f"{work.__name__} must end in all processes") from self.error

@@ -331,19 +331,23 @@ def test_gradients_that_accumulate() -> None:
 
 
 def test_the_import_of_the_counter_brings_the_formulas() -> None:
-    code = """
-import sys, torch
-{before}
-import transformer_ops as tops
-{after}
-with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
-    tops.Linear(16, 32)(torch.randn(4, 16))
-print(counter.get_total_flops())
-"""
+    """Before that of the package, after it, and both. Each in a copy of a process with torch."""
     load = "import torch.utils.flop_counter"
-    unloaded = 'assert "torch.utils.flop_counter" not in sys.modules\n'
-    for before, after in ((load, ""), ("", unloaded + load), (load, load)):
-        assert int(run_fresh(code.format(before=before, after=after))) == 2 * 4 * 32 * 16
+    unloaded = f'assert "torch.utils.flop_counter" not in sys.modules\n{load}'
+    code = f"""
+import os, sys, torch
+for before, after in (({load!r}, ""), ("", {unloaded!r}), ({load!r}, {load!r})):
+    if os.fork() == 0:
+        exec(before)
+        import transformer_ops as tops
+        exec(after)
+        with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
+            tops.Linear(16, 32)(torch.randn(4, 16))
+        print(counter.get_total_flops())
+        break
+    assert os.waitstatus_to_exitcode(os.wait()[1]) == 0
+"""
+    assert [int(line) for line in run_fresh(code).split()] == 3 * [2 * 4 * 32 * 16]
 
 
 def test_registering_again_changes_nothing() -> None:

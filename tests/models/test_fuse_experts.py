@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import peft
@@ -12,14 +11,13 @@ import pytest
 import torch
 import transformers
 from fuse_models import fused_rules
-from ranks import group_of_ranks, spawn
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
 import transformer_ops as tops
 
-pytestmark = pytest.mark.takes(seconds=40)
+pytestmark = pytest.mark.takes(seconds=15)
 
 MOE: dict[str, Any] = {
     "hidden_size": 32,
@@ -251,29 +249,25 @@ def test_adapters_on_experts(when: str) -> None:
     assert "experts" not in fused_rules(report)
 
 
-def _sharded(rank: int, folder: str) -> None:
-    with group_of_ranks(rank, 2, folder):
-        _, grads = results(make())
-        for is_first in (False, True):
-            model = make()
-            if is_first:
-                report = tops.fuse(model)
-            for layer in model.model.layers:
-                fully_shard(layer)
-            fully_shard(model)
-            if not is_first:
-                report = tops.fuse(model)
-            _, own = results(model)
-            assert fused_rules(report)["experts"] == 2
-            blocks = [layer.mlp for layer in model.model.layers]
-            assert all(block.fused.regions[0].sequential is not None for block in blocks)
-            for name, grad in grads.items():
-                found: Any = own[name]
-                assert (found.full_tensor() - grad).norm() <= 2e-5 * grad.norm() + 1e-7, name
-
-
-def test_sharded_parameters(tmp_path: Path) -> None:
-    spawn(_sharded, str(tmp_path), ranks=2)
+def sharded_experts(rank: int) -> None:
+    """What each of two processes does for test_fuse_in_processes.py."""
+    _, grads = results(make())
+    for is_first in (False, True):
+        model = make()
+        if is_first:
+            report = tops.fuse(model)
+        for layer in model.model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+        if not is_first:
+            report = tops.fuse(model)
+        _, own = results(model)
+        assert fused_rules(report)["experts"] == 2
+        blocks = [layer.mlp for layer in model.model.layers]
+        assert all(block.fused.regions[0].sequential is not None for block in blocks)
+        for name, grad in grads.items():
+            found: Any = own[name]
+            assert (found.full_tensor() - grad).norm() <= 2e-5 * grad.norm() + 1e-7, name
 
 
 # ---- what is left alone

@@ -25,7 +25,7 @@ from lm import checkpoint, data, model, options, report, training  # noqa: E402
 from lm.failure import Failure  # noqa: E402
 from lm.options import parse  # noqa: E402
 
-pytestmark = pytest.mark.takes(seconds=65)
+pytestmark = pytest.mark.takes(seconds=60)
 
 
 @pytest.fixture(autouse=True)

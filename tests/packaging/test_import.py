@@ -13,7 +13,7 @@ import torch
 import transformer_ops as tops
 from transformer_ops.base import marks
 
-pytestmark = pytest.mark.takes(seconds=45)
+pytestmark = pytest.mark.takes(seconds=15)
 
 # What takes as long as `import torch`, and packages that torch does without.
 HEAVY = {

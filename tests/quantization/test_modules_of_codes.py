@@ -176,9 +176,10 @@ def test_no_host_reads_a_number(row: Row) -> None:
     check_that_no_host_reads_a_number(*row.made(), row.recipe)
 
 
-# Of blocks: three inputs and three gradients, along both dimensions; three weights, whose blocks
-# are the same along both. Of NVFP4: three inputs, weights and gradients by rows; three inputs and
-# weights by columns. run_call encodes three saved operands, and computes three values again.
+# Blocks are encoded for three inputs and three gradients, along both dimensions, and for three
+# weights, whose blocks are the same along both. NVFP4 is encoded for three inputs, weights and
+# gradients by rows, and for three inputs and weights by columns. run_call encodes three saved
+# operands, and computes three values again.
 @pytest.mark.parametrize(
     ("row", "counts"),
     [(FIRST[2], [[12, 6], [9, 6]]), (FIRST[3], [[9, 9], [6, 6]])],
