@@ -35,6 +35,12 @@ def block(name: str, f: int = WIDE) -> tops.Sequential:
     return tops.Sequential(tops.LayerNorm(HIDDEN), *BLOCKS[name](f))
 
 
+def peaks(script: str) -> list[int]:
+    """What the script prints: bytes."""
+    path = os.pathsep.join([*FOLDERS, os.environ.get("PYTHONPATH", "")])
+    return [int(line) for line in run_script(script, PYTHONPATH=path).split()]
+
+
 @pytest.mark.parametrize(("name", "kept"), [("GELU", 1), ("SwiGLU", 2)])
 def test_a_step_holds_no_more_than_it_must(name: str, kept: int) -> None:
     """The output, what is kept, both weights' gradients, and one tensor of the hidden size.
@@ -53,14 +59,7 @@ y.backward(torch.ones_like(y))
 print(memory.stats().peak_in_use_bytes)
 """
     )
-    path = os.pathsep.join(
-        [
-            str(Path(__file__).parent),
-            str(Path(__file__).parents[1]),
-            os.environ.get("PYTHONPATH", ""),
-        ]
-    )
-    forward, whole = map(int, run_script(script, PYTHONPATH=path).split())
+    forward, whole = peaks(script)
     hidden, wide, weight = ROWS * HIDDEN, ROWS * WIDE, HIDDEN * WIDE
     assert whole == 4 * (hidden + kept * wide + (kept + 1) * weight + hidden)
     # The output of the activation, and the norm's before.
@@ -79,9 +78,8 @@ module(torch.randn(ROWS, HIDDEN, requires_grad=True))
 print(memory.stats().peak_in_use_bytes)
 """
     )
-    path = os.pathsep.join([*FOLDERS, os.environ.get("PYTHONPATH", "")])
-    found = run_script(script, PYTHONPATH=path)
-    assert int(found) == 4 * ROWS * (HIDDEN + WIDE)
+    (found,) = peaks(script)
+    assert found == 4 * ROWS * (HIDDEN + WIDE)
 
 
 @pytest.mark.parametrize("saved", ["exact", "fp8"])
@@ -116,7 +114,7 @@ def test_few_rows_a_stack_holds_most_when_all_gradients_are_there() -> None:
 STACK, STACK_HIDDEN, STACK_WIDE = 4, 512, 1024
 
 
-def peaks_of_a_stack(saved: str, rows: int) -> tuple[int, int]:
+def peaks_of_a_stack(saved: str, rows: int) -> list[int]:
     """Bytes of Llama blocks in bfloat16 in forward, and in a whole step."""
     script = (
         HEADER
@@ -135,15 +133,7 @@ y.backward(torch.ones_like(y))
 print(memory.stats().peak_in_use_bytes)
 """
     )
-    path = os.pathsep.join(
-        [
-            str(Path(__file__).parent),
-            str(Path(__file__).parents[1]),
-            os.environ.get("PYTHONPATH", ""),
-        ]
-    )
-    forward, whole = map(int, run_script(script, PYTHONPATH=path).split())
-    return forward, whole
+    return peaks(script)
 
 
 def test_inference_writes_over_what_nobody_reads_again() -> None:
