@@ -69,9 +69,10 @@ class GELU(TwoForms, _TanhGELU):
     """The tanh form of GELU unless `approximate="none"`, while `torch.nn.GELU()` is exact.
 
     "tanh" is `x/2 * (1 + tanh(sqrt(2/pi) * (x + 0.044715 x^3)))`; "none" is the exact `x/2 * (1 +
-    erf(x / sqrt(2)))` (Hendrycks and Gimpel 2016). With `cache_quantized_input` the input is saved
-    for backward in 8 bits (E4M3, one scale). Raises ValueError for another `approximate`, or if
-    `cache_quantized_input` is no bool.
+    erf(x / sqrt(2)))` (Hendrycks and Gimpel 2016). `[...] -> [...]`, of the input's dtype. With
+    `cache_quantized_input` the input is saved for backward in 8 bits (E4M3, one scale). Raises
+    ValueError for another `approximate`, or if `cache_quantized_input` is no bool. A call raises
+    RuntimeError unless the input is of floating numbers.
     """
 
     _kinds = ("GELU", "ExactGELU")
@@ -80,12 +81,12 @@ class GELU(TwoForms, _TanhGELU):
 class QGELU(_Activation, kind="QGELU"):
     """`x * sigmoid(1.702 x)`, the sigmoid form of GELU (Hendrycks and Gimpel 2016).
 
-    It is the "quick GELU" of CLIP. `cache_quantized_input` as in `GELU`.
+    It is the "quick GELU" of CLIP. Shapes, `cache_quantized_input` and errors are as in `GELU`.
     """
 
 
 class ReLU(_InPlaceActivation, kind="ReLU"):
-    """`max(x, 0)`. One exact bit for each element is saved for backward.
+    """`max(x, 0)`, `[...] -> [...]`. One exact bit for each element is saved for backward.
 
     `cache_quantized_input` changes nothing, because a bit is less than a byte: the same is saved,
     and the gradient stays exact. `inplace=True`, as in `torch.nn.ReLU`, is accepted after an op
@@ -95,10 +96,11 @@ class ReLU(_InPlaceActivation, kind="ReLU"):
 
 
 class SReLU(_Activation, kind="SReLU"):
-    """`max(x, 0)^2` (So et al. 2021, Primer). `cache_quantized_input` as in `GELU`."""
+    """`max(x, 0)^2` (So et al. 2021, Primer). Shapes, `cache_quantized_input` and errors are as in
+    `GELU`."""
 
 
 class SiLU(_InPlaceActivation, kind="SiLU"):
-    """`x * sigmoid(x)` (Elfwing et al. 2017). `cache_quantized_input` as in `GELU`, `inplace` as
-    in `ReLU`.
+    """`x * sigmoid(x)` (Elfwing et al. 2017). Shapes, `cache_quantized_input` and errors are as in
+    `GELU`, `inplace` is as in `ReLU`.
     """

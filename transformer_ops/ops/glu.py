@@ -40,7 +40,13 @@ class _GLU(BasicOperation):
 
 
 class GLU(_GLU, kind="GLU"):
-    """`sigmoid(a) * b` with `a, b` the halves of the last dimension."""
+    """`sigmoid(a) * b` (Dauphin et al. 2017) with `a, b` the halves of the last dimension:
+    `[..., 2h] -> [..., h]`, of the input's dtype.
+
+    `torch.nn.GLU` gates with the second half instead. With `cache_quantized_input` the input is
+    saved for backward in 8 bits, as in `GELU`. Raises ValueError if that is no bool. A call raises
+    RuntimeError unless the input is of floating numbers and its last dimension is even.
+    """
 
 
 class _TanhGEGLU(_GLU, kind="GEGLU"):
@@ -48,24 +54,28 @@ class _TanhGEGLU(_GLU, kind="GEGLU"):
 
 
 class GEGLU(TwoForms, _TanhGEGLU):
-    """`GELU(a) * b` in the tanh form, or the exact one with `approximate="none"`.
+    """`GELU(a) * b` (Shazeer 2020) in the tanh form, or the exact one with `approximate="none"`.
 
-    `a, b` are the halves of the last dimension; `approximate` is that of `GELU`.
+    `a, b` are the halves of the last dimension; `approximate` is that of `GELU`. Raises ValueError
+    for another `approximate`. Shapes, `cache_quantized_input` and other errors are as in `GLU`.
     """
 
     _kinds = ("GEGLU", "ExactGEGLU")
 
 
 class QGEGLU(_GLU, kind="QGEGLU"):
-    """`a * sigmoid(1.702 a) * b` with `a, b` the halves of the last dimension."""
+    """`a * sigmoid(1.702 a) * b` (Shazeer 2020, with `QGELU` for GELU) with `a, b` the halves of
+    the last dimension. Shapes, `cache_quantized_input` and errors are as in `GLU`."""
 
 
 class ReGLU(_GLU, kind="ReGLU"):
-    """`max(a, 0) * b` with `a, b` the halves of the last dimension."""
+    """`max(a, 0) * b` (Shazeer 2020) with `a, b` the halves of the last dimension. Shapes,
+    `cache_quantized_input` and errors are as in `GLU`."""
 
 
 class SReGLU(_GLU, kind="SReGLU"):
-    """`max(a, 0)^2 * b` with `a, b` the halves of the last dimension."""
+    """`max(a, 0)^2 * b` (Shazeer 2020, with the ReLU of So et al. 2021 squared) with `a, b` the
+    halves of the last dimension. Shapes, `cache_quantized_input` and errors are as in `GLU`."""
 
 
 class _InterleavedGLU(BasicOperation):
@@ -84,10 +94,11 @@ class _InterleavedGLU(BasicOperation):
 
 
 class SwiGLU(_InterleavedGLU, kind="SwiGLU"):
-    """`SiLU(a) * b`.
+    """`SiLU(a) * b` (Shazeer 2020), `[..., 2h] -> [..., h]`.
 
     `glu_interleave_size`: blocks of that many elements of `a` and `b` alternate along the last
-    dimension; None: halves. Raises ValueError unless it is None or >= 1.
+    dimension; None: halves. Raises ValueError unless it is None or >= 1. `cache_quantized_input`
+    and other errors are as in `GLU`.
     """
 
     def __init__(
@@ -115,9 +126,10 @@ class _SiTUGLU(_InterleavedGLU):
 
 
 class SiTUGLU(_SiTUGLU, kind="SiTUGLU"):
-    """`beta1 tanh(a/beta1) * sigmoid(a) * beta2 tanh(b/beta2)`.
+    """`beta1 tanh(a/beta1) * sigmoid(a) * beta2 tanh(b/beta2)`, `[..., 2h] -> [..., h]`.
 
-    Raises ValueError unless both betas are finite and > 0. `glu_interleave_size` is as in `SwiGLU`.
+    Raises ValueError unless both betas are finite and > 0. `glu_interleave_size` is as in `SwiGLU`,
+    `cache_quantized_input` and other errors are as in `GLU`.
     """
 
 
@@ -148,5 +160,5 @@ class ClampedSwiGLU(_ClampedGLU, kind="ClampedSwiGLU"):
 
     `g = min(a, limit)`, `l = clamp(b, -limit, limit)`: the activation of gpt-oss (OpenAI 2025).
     Raises ValueError unless `limit` is finite and > 0, and `alpha` and `glu_linear_offset` are
-    finite. `glu_interleave_size` is as in `SwiGLU`.
+    finite. Shapes, `glu_interleave_size` and other errors are as in `SwiGLU`.
     """
