@@ -69,7 +69,7 @@ class GELU(TwoForms, _TanhGELU):
     """The tanh form of GELU unless `approximate="none"`, while `torch.nn.GELU()` is exact.
 
     "tanh" is `x/2 * (1 + tanh(sqrt(2/pi) * (x + 0.044715 x^3)))`; "none" is the exact `x/2 * (1 +
-    erf(x / sqrt(2)))` (Hendrycks and Gimpel 2016). `[...] -> [...]`, of the input's dtype. With
+    erf(x / sqrt(2)))` (Hendrycks and Gimpel 2016). `x[...]` → `[...]`, of the input's dtype. With
     `cache_quantized_input` the input is saved for backward in 8 bits (E4M3, one scale). Raises
     ValueError for another `approximate`, or if `cache_quantized_input` is no bool. A call raises
     RuntimeError unless the input is of floating numbers.
@@ -86,7 +86,7 @@ class QGELU(_Activation, kind="QGELU"):
 
 
 class ReLU(_InPlaceActivation, kind="ReLU"):
-    """`max(x, 0)`, `[...] -> [...]`. One exact bit for each element is saved for backward.
+    """`max(x, 0)`, `x[...]` → `[...]`. One exact bit for each element is saved for backward.
 
     `cache_quantized_input` changes nothing, because a bit is less than a byte: the same is saved,
     and the gradient stays exact. `inplace=True`, as in `torch.nn.ReLU`, is accepted after an op

@@ -8,7 +8,7 @@ __all__ = ["ConstantScale"]
 
 
 class ConstantScale(BasicOperation, kind="ConstantScale"):
-    """`x * scale`, elementwise, in the input's dtype; backward also scales the gradient.
+    """`x * scale`, `x[...]` → `[...]` in the input's dtype; backward also scales the gradient.
 
     Raises ValueError unless `scale` is a finite number.
     """

@@ -41,7 +41,7 @@ class _GLU(BasicOperation):
 
 class GLU(_GLU, kind="GLU"):
     """`sigmoid(a) * b` (Dauphin et al. 2017) with `a, b` the halves of the last dimension:
-    `[..., 2h] -> [..., h]`, of the input's dtype.
+    `x[..., 2h]` → `[..., h]`, of the input's dtype.
 
     `torch.nn.GLU` gates with the second half instead. With `cache_quantized_input` the input is
     saved for backward in 8 bits, as in `GELU`. Raises ValueError if that is no bool. A call raises
@@ -94,7 +94,7 @@ class _InterleavedGLU(BasicOperation):
 
 
 class SwiGLU(_InterleavedGLU, kind="SwiGLU"):
-    """`SiLU(a) * b` (Shazeer 2020), `[..., 2h] -> [..., h]`.
+    """`SiLU(a) * b` (Shazeer 2020), `x[..., 2h]` → `[..., h]`.
 
     `glu_interleave_size`: blocks of that many elements of `a` and `b` alternate along the last
     dimension; None: halves. Raises ValueError unless it is None or >= 1. `cache_quantized_input`
@@ -126,7 +126,7 @@ class _SiTUGLU(_InterleavedGLU):
 
 
 class SiTUGLU(_SiTUGLU, kind="SiTUGLU"):
-    """`beta1 tanh(a/beta1) * sigmoid(a) * beta2 tanh(b/beta2)`, `[..., 2h] -> [..., h]`.
+    """`beta1 tanh(a/beta1) * sigmoid(a) * beta2 tanh(b/beta2)`, `x[..., 2h]` → `[..., h]`.
 
     Raises ValueError unless both betas are finite and > 0. `glu_interleave_size` is as in `SwiGLU`,
     `cache_quantized_input` and other errors are as in `GLU`.

@@ -27,8 +27,11 @@ _RECOMPUTE = {"activation_recompute_in_mlp": check_bool}
 class ScaledSwiGLU(_InterleavedGLU, kind="ScaledSwiGLU"):
     """`SwiGLU` times `scales`, an extra input with a number for each row.
 
+    `x[..., 2h]`, `scales[...]` → `[..., h]` in the dtype of `x`; both get a gradient.
+
     The argument and its error are those of `SwiGLU`. With `activation_recompute_in_mlp`, backward
-    recomputes the output for the next product, whatever the policy of the Sequential.
+    recomputes the output for the next product, whatever the policy of the Sequential. Raises
+    ValueError unless that is a bool.
     """
 
     _checks: ClassVar[Mapping[str, Check]] = _RECOMPUTE
@@ -49,8 +52,11 @@ class ScaledSwiGLU(_InterleavedGLU, kind="ScaledSwiGLU"):
 class ScaledSiTUGLU(_SiTUGLU, kind="ScaledSiTUGLU"):
     """`SiTUGLU` times `scales`, an extra input with a number for each row.
 
+    `x[..., 2h]`, `scales[...]` → `[..., h]` in the dtype of `x`; both get a gradient.
+
     Arguments and errors are those of `SiTUGLU`. With `activation_recompute_in_mlp`, backward
-    recomputes the output for the next product, whatever the policy of the Sequential.
+    recomputes the output for the next product, whatever the policy of the Sequential. Raises
+    ValueError unless that is a bool.
     """
 
     _checks: ClassVar[Mapping[str, Check]] = _RECOMPUTE
@@ -78,8 +84,11 @@ class ScaledSiTUGLU(_SiTUGLU, kind="ScaledSiTUGLU"):
 class ScaledClampedQGeGLU(_ClampedGLU, kind="ScaledClampedQGeGLU"):
     """`ClampedSwiGLU` times `scales`, an extra input with a number for each row.
 
+    `x[..., 2h]`, `scales[...]` → `[..., h]` in the dtype of `x`; both get a gradient.
+
     Arguments and errors are those of `ClampedSwiGLU`. With `activation_recompute_in_mlp`, backward
-    recomputes the output for the next product, whatever the policy of the Sequential.
+    recomputes the output for the next product, whatever the policy of the Sequential. Raises
+    ValueError unless that is a bool.
     """
 
     _checks: ClassVar[Mapping[str, Check]] = _RECOMPUTE
@@ -107,10 +116,12 @@ class ScaledClampedQGeGLU(_ClampedGLU, kind="ScaledClampedQGeGLU"):
 
 
 class ScaledSReLU(_Activation, kind="ScaledSReLU"):
-    """`max(x, 0)^2` times `scales`, an extra input with a number for each row.
+    """`max(x, 0)^2` (So et al. 2021) times `scales`, an extra input with a number for each row.
+
+    `x[..., n]`, `scales[...]` → `[..., n]` in the dtype of `x`; both get a gradient.
 
     With `activation_recompute_in_mlp`, backward recomputes the output for the next product,
-    whatever the policy of the Sequential.
+    whatever the policy of the Sequential. Raises ValueError unless that is a bool.
     """
 
     _checks: ClassVar[Mapping[str, Check]] = _RECOMPUTE
