@@ -87,8 +87,7 @@ def test_examples_in_every_mode(page):
         nonlocal count
         wanted = results(module, "float64", False, args, op_kwargs)
         for mode in MODES:
-            # A graph in float64 is that in float32 but for dtypes.
-            for is_compiled in (False, True) if mode != "float64" else (False,):
+            for is_compiled in (False, True):
                 found = results(module, mode, is_compiled, args, op_kwargs)
                 tolerance = 0.1 if mode == "autocast" else 1e-4
                 for a, b in zip(found, wanted, strict=True):
