@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+import threading
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -470,4 +473,111 @@ def numbers() -> Iterator[Row]:
         yield wrong(f"numbers of a joint fusion: {message}", Joint, "", gradients=method)
 
 
-WRONG = [*numbers(), *unsaved(), *slots(), *outputs(), *gradients(), *joints(), *forks()]
+def surroundings() -> Iterator[Row]:
+    """What is wrong only in some surroundings, or for two things at once, and what is left
+    changed."""
+    right = Joint.gradients
+    local = threading.local()
+
+    def eagerly(setting: Callable[[], Any], output: Tensor) -> Tensor:
+        torch.compiler.is_compiling() or setting()
+        return output
+
+    def from_start(x: Tensor) -> Tensor:
+        if type(x) is not Tensor:
+            return x
+        return x.new_empty(0).set_(x.untyped_storage(), 0, x.shape, x.stride())
+
+    def in_thread(self: Any, x: Tensor) -> Tensor:
+        local.is_set = True
+        return silu(self.product(x))
+
+    def own(self: Any, x: Tensor, w: Tensor, h: Tensor) -> Tensor:
+        is_kept = type(w) is Tensor or torch.compiler.is_compiling()
+        return silu(x @ (w if is_kept else self.__dict__.setdefault("_own", w)).T.to(x))
+
+    outputs: dict[str, Callable[..., Tensor]] = {
+        "parameters of zeros": lambda self, x, w, h: silu(h) * (w / w).mean(),
+        "parameters of the other sign": lambda self, x, w, h: silu(x @ w.clamp(min=-4).T),
+        "parameters that are others": own,
+        "strided input": lambda self, x, w, h: silu(from_start(x) @ w.T),
+        "output differs": lambda self, x, w, h: silu(h) + 0 * torch.empty_like(h),
+        "five dimensions": lambda self, x, w, h: silu(h) * (1 + (h.dim() > 4)),
+        "batches of one row": lambda self, x, w, h: silu(h) * (1 + (h.dim() == 3 and h.shape[1] == 1)),
+        "batches without rows": lambda self, x, w, h: (
+            silu(h)[..., : h.shape[-1] // (len(h) or 1)]
+            if h.dim() == 3 and not h.numel()
+            else silu(h)
+        ),
+        "expanded rows": lambda self, x, w, h: silu(h) * (1 + (x.dim() > 1 and not x.stride(0))),
+        "float64 as the default dtype": lambda self, x, w, h: (
+            silu(h) * torch.ones(8).to(h) if torch.get_default_dtype() == torch.float32 else h
+        ),
+        "three threads": lambda self, x, w, h: silu(h) * (1 + (torch.get_num_threads() == 3)),
+        "autocast, eval": lambda self, x, w, h: (
+            silu(h) * (1 + (not self.basic_ops[0].training and torch.is_autocast_enabled("cpu")))
+        ),
+        "precision of float32": lambda self, x, w, h: eagerly(
+            lambda: torch.set_float32_matmul_precision("high"), silu(h)
+        ),
+        "Python's random state": lambda self, x, w, h: eagerly(lambda: random.seed(3), silu(h)),
+        "filters of warnings": lambda self, x, w, h: eagerly(
+            lambda: warnings.simplefilter("ignore"), silu(h)
+        ),
+        "the version of input": lambda self, x, w, h: eagerly(
+            lambda: x.detach().mul_(2).div_(2), silu(h)
+        ),
+        "training of a SiLU": lambda self, x, w, h: eagerly(
+            lambda: self.basic_ops[1].eval(), silu(h)
+        ),
+    }
+    for message, method in outputs.items():
+        yield wrong(f"surroundings: {message}", Slots, message, output=method)
+
+    def adds(self: Any, g: Tensor, x: Tensor, w: Tensor, b: Tensor) -> Any:
+        found, weight = right(self, g, x, w, b), self.basic_ops[0].weight
+        return eagerly(lambda: setattr(weight, "grad", found[1].to(weight)), found[0]), *found[1:]
+
+    yield wrong("surroundings: .grad", Joint, r"\.grad of parameter", gradients=adds)
+    factors: dict[str, tuple[str, Callable[..., float]]] = {
+        "another thread": ("in another thread", lambda self, x, w: hasattr(local, "is_set")),
+        "a weight compared": (
+            "hooks that copy",
+            lambda self, x, w: 1 + (x.dtype == torch.float32 and w.data_ptr() != address(self)),
+        ),
+        "frozen in three dimensions": (
+            "together: .*three",
+            lambda self, x, w: 1 + (x.dim() == 3 and not self.basic_ops[0].weight.requires_grad),
+        ),
+        "frozen in float64": (
+            "together: .*float64",
+            lambda self, x, w: 1 + (x.dtype == torch.float64 and not requires_grad(self, 1)),
+        ),
+    }
+
+    def address(self: Any) -> int:
+        return 0 if torch.compiler.is_compiling() else self.basic_ops[0].weight.data_ptr()
+
+    def requires_grad(self: Any, op: int) -> bool:
+        return self.basic_ops[op].bias.requires_grad
+
+    for name, (message, factor) in factors.items():
+
+        def scaled(self: Any, g: Tensor, x: Tensor, w: Tensor, b: Tensor, f: Any = factor) -> Any:
+            is_traced = torch.compiler.is_compiling()
+            times = 1 if is_traced or torch.is_autocast_enabled("cpu") else f(self, x, w)
+            return [times * grad for grad in right(self, g, x, w, b)]
+
+        yield wrong(f"two at once: {name}", Joint, message, output=in_thread, gradients=scaled)
+
+
+WRONG = [
+    *surroundings(),
+    *numbers(),
+    *unsaved(),
+    *slots(),
+    *outputs(),
+    *gradients(),
+    *joints(),
+    *forks(),
+]

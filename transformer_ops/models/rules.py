@@ -129,7 +129,7 @@ def _check_arguments(
 def _named(name: str, when: Condition) -> Condition:
     """The condition with the name of its rule in errors."""
 
-    @functools.wraps(when)
+    @functools.wraps(when, ("__name__", "__doc__"))
     def condition(module: Any, tensor: Tensor) -> bool:
         try:
             found = when(module, tensor)

@@ -64,10 +64,12 @@ class Autocast:
 
     def in_backward(self, grad: Tensor) -> AbstractContextManager[object]:
         """The autocast state of forward, which autograd does not restore."""
+        device = grad.device.type
         if self.dtype is None:
-            return nullcontext()
+            is_other = torch.is_autocast_enabled(device)
+            return torch.autocast(device, enabled=False) if is_other else nullcontext()
         # A cached cast has no history, so forward calls in the surrounding region must not use it.
-        return torch.autocast(grad.device.type, self.dtype, cache_enabled=False)
+        return torch.autocast(device, self.dtype, cache_enabled=False)
 
 
 def in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:

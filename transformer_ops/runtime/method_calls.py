@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, strided
 from torch.compiler import is_compiling
+from torch.nn.parameter import is_lazy
 
 from ..op.base import BasicOperation, FusibleOperation
 from ..op.context import OperationContext
@@ -137,8 +138,10 @@ def forward_method(op: FusibleOperation, saves: bool = False) -> str:
 
 
 def is_tensor(value: object) -> bool:
-    """Whether it is a tensor, and no mock of one, for which isinstance() may be true."""
-    return issubclass(type(value), Tensor)
+    """Whether it is a tensor, and no mock of one, for which isinstance() may be true, nor a
+    parameter without memory, which raises whenever it is used."""
+    kind = type(value)
+    return kind is Tensor or (issubclass(kind, Tensor) and not is_lazy(cast(Tensor, value)))
 
 
 def check_output(op: FusibleOperation, output: Any) -> Tensor:

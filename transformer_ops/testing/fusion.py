@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ from ..op.context import OperationContext
 from ..op.fused import FusedOperation
 from ..op.methods import shown
 from ..plan.plan import Plan, Step
-from ..runtime import host
+from ..runtime import method_calls
 from .comparison import ALONE, Comparison, FusionCheck, check_inputs, check_tolerances
 from .subject import Subject, with_attributes
 from .ways import Way, compiled_ways, eager_ways
@@ -53,18 +54,21 @@ def check_fusion(
 
     - with each `recompute`, so that each slot is read; with every subset of the parameters frozen,
       and with inputs that need no gradient;
-    - with one to four dimensions, no rows and thousands of them, inputs, gradients and weights
-      that are not contiguous, and expanded gradients;
+    - with one to five dimensions, no rows and thousands of them, inputs, gradients and weights
+      that are not contiguous or expanded;
     - in other dtypes, under autocast, in eval mode, without grad, and in inference mode; with large
-      and small numbers, zeros, NaN, and other values of parameters and attributes;
+      and small numbers, zeros, NaN, and other values of parameters and attributes; each two of
+      these together;
     - with three backwards, another call before backward, attributes that change before it, and a
-      gradient of one output alone;
+      gradient of one output alone; with hooks that copy what is saved, unwritten memory of NaN,
+      another default dtype, and backward in another thread or in a region of autocast;
     - under `torch.compile`, with `fullgraph=True` unless a Python forward has the single style.
 
     A parameter, input or output that changed in place before backward must either be saved, which
     is an error of autograd, or have no effect. Nothing that a call is given may change in place,
-    nor may the random state and the settings of the process. A way that the unfused ops refuse is
-    not tried. The report also lists classes of the pattern that `make_ops` did not return.
+    nor may `.grad`, plain attributes of ops, the random state and the settings of the process. A
+    way that the unfused ops refuse is not tried. The report also lists classes of the pattern that
+    `make_ops` did not return.
 
     Args:
         func, pattern, guard: as for `register_forward_fusion`. A handle has its own pattern, guard
@@ -97,10 +101,11 @@ def check_fusion(
     runs = _runs(checked, fused.plans(Way()))
     dtype = next((t.dtype for t in inputs if t.is_floating_point()), torch.float32)
     parameters = fused.parameters
-    ways = eager_ways(parameters, fused.attributes, dtype, len(inputs), outputs, alone=False)
+    found = [(run, _alone(ops, run, inputs)) for run in runs]
+    is_alone = all(given is None for _, given in found)
+    ways = eager_ways(parameters, fused.attributes, dtype, len(inputs), outputs, alone=is_alone)
     check.run(fused, unfused, "", list(ways)[1:])
-    for run in runs:
-        given = _alone(ops, run, inputs)
+    for run, given in found:
         if given is None:
             report.lists.append("those that it replaces do not run alone, as others feed them")
             continue
@@ -122,6 +127,7 @@ class _Checked(NamedTuple):
     kind: str
     registered: Callable[[], AbstractContextManager[Any]]
     is_step: Callable[[Step], bool]
+    contexts: list[OperationContext]
     pattern: Pattern = ()
 
     def runs_in(self, plan: Plan) -> dict[str, list[Step]]:
@@ -141,16 +147,20 @@ def _checked(func: Any, kind: str, pattern: Any, guard: Any) -> _Checked:
             )
         if func.func is None:
             name = func.name
-            return _Checked(name, func.pass_name, nullcontext, lambda step: step.name == name)
+            return _Checked(name, func.pass_name, nullcontext, lambda step: step.name == name, [])
         kind, pattern, guard, func = func.pass_name, func.pattern, func.guard, func.func
     registry.check_kind(func, kind, pattern, guard)
     name = getattr(func, "__name__", type(func).__name__)
     made: list[FusedOperation] = []
+    contexts: list[OperationContext] = []
 
     def recorded(given: list[FusibleOperation], **keywords: Any) -> Any:
         returned = func(list(given), **keywords)
         found = returned if isinstance(returned, list | tuple) else [returned]
-        made.extend(op for op in found if isinstance(op, FusedOperation) and op not in given)
+        new = [op for op in found if isinstance(op, FusedOperation) and op not in given]
+        made.extend(new)
+        for op in new:
+            _record_contexts(op, contexts)
         return returned
 
     @contextmanager
@@ -165,7 +175,7 @@ def _checked(func: Any, kind: str, pattern: Any, guard: Any) -> _Checked:
     def is_step(step: Step) -> bool:
         return any(step.fused_op is op for op in made)
 
-    return _Checked(name, kind, registered, is_step, entries)
+    return _Checked(name, kind, registered, is_step, contexts, entries)
 
 
 def _not_met(
@@ -232,14 +242,14 @@ class _Fusions(Comparison):
 
     @contextmanager
     def fused_scope(self) -> Iterator[None]:
-        with self.checked.registered(), _contexts() as self.contexts:
+        with self.checked.registered():
             yield
 
     def check_fires(self, fused: OpList) -> None:
         _check_fires(self.checked, fused.plans(Way()))
 
     def is_fused(self, fused: OpList, where: str, way: Way) -> bool:
-        contexts, self.contexts[:] = list(self.contexts), []
+        contexts, self.checked.contexts[:] = list(self.checked.contexts), []
         if way.compiled:
             return True
         if way == Way():
@@ -255,21 +265,20 @@ class _Fusions(Comparison):
         return not found or any(found)
 
 
-@contextmanager
-def _contexts() -> Iterator[list[OperationContext]]:
-    """The contexts that calls make in this scope."""
-    made: list[OperationContext] = []
+def _record_contexts(op: FusedOperation, contexts: list[OperationContext]) -> None:
+    """Lists the contexts that the eager forwards of an op fill."""
+    if op._python_forward is None:
+        return
+    name = method_calls.forward_method(op, saves=True)
+    method = getattr(op, name)
 
-    class Listed(OperationContext):
-        def __init__(self, *arguments: Any) -> None:
-            super().__init__(*arguments)
-            made.append(self)
+    @functools.wraps(method)
+    def recorded(given: list[OperationContext], *args: Any, **keywords: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            contexts.extend(given)
+        return method(given, *args, **keywords)
 
-    host.OperationContext = Listed  # type: ignore[assignment,misc]
-    try:
-        yield made
-    finally:
-        host.OperationContext = OperationContext  # type: ignore[misc]
+    op.__dict__[name] = recorded
 
 
 def _check_contexts(name: str, contexts: Sequence[OperationContext]) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import random
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -12,20 +15,26 @@ from torch import Tensor, nn
 
 from .ways import (
     ATTRIBUTES,
+    AUTOCAST_AROUND,
     GRADIENTS,
     LAYOUTS,
     MORE_SHAPES,
     NO_ATTRIBUTE,
+    OTHER_THREAD,
+    PARAMETERS,
+    SCOPES,
     SHAPES,
     STATES,
     VALUES,
     Way,
+    step,
     strided,
     transposed,
 )
 
 # The state of the generator of random numbers after a call, among the numbers of the call.
 RANDOM_STATE = "random state"
+_PLAIN = (bool, int, float, str, type(None))
 
 
 class Numbers(NamedTuple):
@@ -94,13 +103,29 @@ class Subject(ABC):
                 stack.callback(setattr, parameter, "data", parameter.data)
                 parameter.data = _not_contiguous(parameter.data)
             tensors = _prepared(inputs, way)
-            if way.values == "data":
+            if way.values in ("data", "others"):
                 self._call(tensors, way)
-            for parameter in parameters.values() if way.values in ("parameters", "data") else ():
-                stack.enter_context(_changed(parameter, is_seen=way.values == "parameters"))
+            if way.values == "others":
+                self._replace_parameters(stack, way)
+                parameters = self._parameters(way)
+            change = step if way.values == "data" else PARAMETERS.get(way.values)
+            for parameter in parameters.values():
+                if change is not None:
+                    stack.enter_context(_changed(parameter, change, is_seen=way.values != "data"))
+            if way.scope in SCOPES:
+                stack.enter_context(SCOPES[way.scope]())
             if way.inference:
                 stack.enter_context(torch.inference_mode())
             return self._run_once(tensors, parameters, way)
+
+    def _replace_parameters(self, stack: ExitStack, way: Way) -> None:
+        """Gives the modules new parameters until the stack ends."""
+        new: dict[int, nn.Parameter] = {}
+        for module in self._modules(way):
+            for name, old in module.named_parameters(recurse=False):
+                made = nn.Parameter(old.detach() * 0.5, old.requires_grad)
+                stack.callback(setattr, module, name, old)
+                setattr(module, name, new.setdefault(id(old), made))
 
     def _run_once(
         self, tensors: list[Tensor], parameters: Mapping[str, Tensor], way: Way
@@ -110,7 +135,7 @@ class Subject(ABC):
         wanted = {name: tensor for name, tensor in named.items() if tensor.requires_grad}
         before = {name: tensor.detach().clone() for name, tensor in named.items()}
         torch.manual_seed(20)
-        settings = _settings()
+        settings, given_first, state = _settings(), named, self._state(named, way)
         outputs = self._call(tensors, way)
         others = named | outputs
         shared = {
@@ -132,7 +157,7 @@ class Subject(ABC):
             given = _gradients(sources.values(), way)
             before |= {f"gradient {i}": grad.clone() for i, grad in enumerate(given)}
             named = named | {f"gradient {i}": grad for i, grad in enumerate(given)}
-            times = self._backward(tensors, list(sources.values()), wanted, given, way)
+            times = self._backward(tensors, sources, wanted, given, way)
             for time, grads in enumerate(times):
                 live = {f"{n} {time}": g for n, g in grads.items() if g is not None}
                 before |= {name: grad.clone() for name, grad in live.items()}
@@ -143,8 +168,29 @@ class Subject(ABC):
             self._other_call(tensors, way)
         changed = [n for n, old in before.items() if not _is_equal(named[n], old)]
         if not way.compiled:
+            after = self._state(given_first, way)
+            changed += [
+                name
+                for name in state | after
+                if state.get(name, NO_ATTRIBUTE) != after.get(name, NO_ATTRIBUTE)
+            ]
             changed += _restored(settings)
         return Numbers(numbers, shared, frozenset(sources), tuple(changed), frozenset(strided))
+
+    def _state(self, named: Mapping[str, Tensor], way: Way) -> dict[str, Any]:
+        """What a call must leave as it is, besides numbers."""
+        found: dict[str, Any] = {}
+        for name, tensor in named.items():
+            found[f"requires_grad of {name}"] = tensor.requires_grad
+            if not (way.changed or tensor.is_inference()):
+                found[f"the version of {name}"] = tensor._version
+            if tensor.is_leaf:
+                found[f".grad of {name}"] = None if tensor.grad is None else id(tensor.grad)
+        for module in self._modules(way):
+            for name, value in vars(module).items():
+                if name[0] != "_" and isinstance(value, _PLAIN):
+                    found[f"{name} of a {type(module).__name__}"] = value
+        return found
 
     def _other_call(self, tensors: Sequence[Tensor], way: Way) -> None:
         others = [_other_values(tensor.detach()) for tensor in tensors]
@@ -153,7 +199,7 @@ class Subject(ABC):
     def _backward(
         self,
         tensors: list[Tensor],
-        sources: list[Tensor],
+        sources: Mapping[str, Tensor],
         wanted: Mapping[str, Tensor],
         given: list[Tensor],
         way: Way,
@@ -161,13 +207,18 @@ class Subject(ABC):
         if way.second == "call":
             self._other_call(tensors, way)
         times = 3 if way.second == "backward" else 1
-        changed = sources[0] if way.changed == "output" else wanted.get(way.changed)
-        with self._other_state(way), _changed(changed, with_nan=True):
+        changed = {**wanted, **sources}.get(way.changed)
+        autocast: AbstractContextManager[Any] = nullcontext()
+        if way.scope == AUTOCAST_AROUND:
+            autocast = torch.autocast(tensors[0].device.type, torch.bfloat16)
+        run = _in_thread if way.scope == OTHER_THREAD else _directly
+        with self._other_state(way), _changed(changed, _nans), autocast:
             for time in range(times):
                 # The last gradients are those of a single backward.
                 factor = times - time
-                grads = torch.autograd.grad(
-                    sources,
+                grads = run(
+                    torch.autograd.grad,
+                    list(sources.values()),
                     list(wanted.values()),
                     given if factor == 1 else [factor * grad for grad in given],
                     allow_unused=True,
@@ -283,9 +334,22 @@ def _not_contiguous(tensor: Tensor) -> Tensor:
     return (transposed if tensor.dim() > 1 else strided)(tensor)
 
 
+def _directly(function: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
+    return function(*args, **keywords)
+
+
+def _in_thread(function: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function, *args, **keywords).result()
+
+
+def _nans(tensor: Tensor) -> Tensor:
+    return torch.full_like(tensor, torch.nan) if tensor.is_floating_point() else tensor * 2 + 1
+
+
 @contextmanager
 def _changed(
-    tensor: Tensor | None, *, is_seen: bool = True, with_nan: bool = False
+    tensor: Tensor | None, change: Callable[[Tensor], Tensor], *, is_seen: bool = True
 ) -> Iterator[None]:
     """Changes a tensor in place in this scope."""
     if tensor is None:
@@ -294,9 +358,7 @@ def _changed(
     # Autograd does not follow a detached tensor, but counts its changes. It does not count those
     # of `.data`.
     own, before = tensor.detach() if is_seen else tensor.data, tensor.detach().clone()
-    own.mul_(2).add_(1)
-    if with_nan and own.is_floating_point():
-        own.fill_(torch.nan)
+    own.copy_(change(before))
     try:
         yield
     finally:
@@ -308,6 +370,24 @@ _SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "the default dtype": (torch.get_default_dtype, torch.set_default_dtype),
     "the number of threads": (torch.get_num_threads, torch.set_num_threads),
     "gradient mode": (torch.is_grad_enabled, torch.set_grad_enabled),
+    "the precision of float32 products": (
+        torch.get_float32_matmul_precision,
+        torch.set_float32_matmul_precision,
+    ),
+    "deterministic algorithms": (
+        torch.are_deterministic_algorithms_enabled,
+        torch.use_deterministic_algorithms,
+    ),
+    "anomaly mode": (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
+    "the cache of autocast": (
+        torch.is_autocast_cache_enabled,
+        torch.set_autocast_cache_enabled,
+    ),
+    "the filters of warnings": (
+        lambda: list(warnings.filters),
+        lambda filters: setattr(warnings, "filters", filters),
+    ),
+    "Python's random state": (random.getstate, random.setstate),
     "the flushing of denormal numbers": (
         lambda: not torch.full((1,), 1e-40, dtype=torch.float32).mul(2).any().item(),
         torch.set_flush_denormal,

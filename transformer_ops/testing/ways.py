@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
-WITHOUT = "eager without a gradient for "
+WITHOUT, TOGETHER = "eager without a gradient for ", "together: "
 # All subsets of so many parameters are frozen; of more, each one and all but each one; of many,
 # all.
 _ALL_SUBSETS, _MOST_PARAMETERS = 4, 16
@@ -29,11 +32,13 @@ class Way(NamedTuple):
             backward.
         changed: the parameter, input or output that changes in place between forward and backward,
             or "attributes" or "training".
-        values: a key of `VALUES`; or "parameters", or "data" for parameters that are written behind
-            the back of autograd.
+        values: a key of `VALUES` or `PARAMETERS`; or "data" for parameters that are written behind
+            the back of autograd, or "others" for new ones.
         attributes: a key of `ATTRIBUTES`, which has another value, or "all".
         gradient: a key of `GRADIENTS`.
         weights: whether the parameters are not contiguous.
+        scope: a key of `SCOPES`, in which it runs; `AUTOCAST_AROUND` or `OTHER_THREAD`, in which
+            backward runs.
     """
 
     name: str = "eager"
@@ -56,14 +61,15 @@ class Way(NamedTuple):
     attributes: str = ""
     gradient: str = ""
     weights: bool = False
+    scope: str = ""
 
     def reference(self) -> Way:
         """The way in which the unfused ops run to give the same numbers."""
-        layout = self.layout if self.layout == "expanded gradient" else ""
+        layout = self.layout if self.layout in EXPANDED else ""
         # An op that reads an attribute in backward does so fused or not.
         changed = self.changed if self.changed in STATES else ""
         plain = self._replace(name="", compiled=False, recompute="cheap", second="", weights=False)
-        return plain._replace(layout=layout, changed=changed)
+        return plain._replace(layout=layout, changed=changed, scope="")
 
     @property
     def is_finite(self) -> bool:
@@ -86,9 +92,11 @@ def eager_ways(
             name = way.name + f', recompute="{recompute}"' * (recompute != "cheap")
             yield way._replace(name=name, recompute=recompute)
     yield from _draws(parameters, attributes, dtype)
+    yield from _together(parameters, dtype)
     for state in STATES:
         yield Way(f"{state} changed before backward", changed=state)
-    tensors = (*(f"parameter {name}" for name in parameters), *_names_of(inputs), "output")
+    results = ["output", *(f"extra output {i}" for i in range(outputs - 1))]
+    tensors = (*(f"parameter {name}" for name in parameters), *_names_of(inputs), *results)
     for name in tensors if alone else ():
         yield Way(f"{name} changed in place before backward", changed=name)
     if alone:
@@ -136,7 +144,7 @@ def _ways(
     yield Way("eval", training=False)
     yield Way("eval without grad", training=False, grad=False)
     yield Way("inputs of other values", values="inputs of other values")
-    yield Way("after an optimizer step", values="parameters")
+    yield Way("after an optimizer step", values="after an optimizer step")
     yield Way("attributes of other values", attributes="all")
     yield Way("more than one backward", second="backward")
     yield Way("another call before backward", second="call")
@@ -156,26 +164,65 @@ def _draws(
         yield Way(values, values=values, grad="NaN" not in values)
     for gradient in GRADIENTS:
         yield Way(gradient, gradient=gradient)
+    for name in [name for name in PARAMETERS if parameters and "optimizer" not in name]:
+        yield Way(name, values=name)
     for name in attributes:
         yield Way(f"another {name}", attributes=name)
-    if dtype != half:
-        yield Way("float16, large inputs", dtype=half, values="large inputs")
-        yield Way("float16, large gradients", dtype=half, gradient="large gradients")
+    for size in ("large", "small") if dtype != half else ():
+        yield Way(f"float16, {size} inputs", dtype=half, values=f"{size} inputs")
+        yield Way(f"float16, {size} gradients", dtype=half, gradient=f"{size} gradients")
+    for scope in (*SCOPES, AUTOCAST_AROUND, OTHER_THREAD):
+        yield Way(scope, scope=scope)
+    low = torch.bfloat16
+    yield Way("autocast of inputs in bfloat16", autocast=low, input_dtype=low)
+    yield Way("autocast, eval without grad", autocast=low, training=False, grad=False)
     yield Way("inference mode", inference=True, grad=False)
     yield Way("weights that are not contiguous", weights=True)
     for grad in (True, False):
         name = "parameters written through .data" + ", without grad" * (not grad)
         yield Way(name, values="data", grad=grad, frozen=frozenset() if grad else every)
+    if parameters:
+        yield Way("parameters that are others", values="others")
+
+
+def _together(parameters: Sequence[str], dtype: torch.dtype) -> Iterator[Way]:
+    """Ways in which each two values of these fields are tried together."""
+    dtypes = [t for t in (torch.float64, torch.bfloat16, torch.float16) if t != dtype]
+    fields: list[list[tuple[tuple[str, Any], ...]]] = [
+        [(("recompute", value),) for value in ("cheap", "none", "products")],
+        [(("shape", value),) for value in ("", *SHAPES, *MORE_SHAPES) if "thousands" not in value],
+        [(("layout", value),) for value in ("", *LAYOUTS)],
+        [(), (("autocast", torch.bfloat16),), *((("dtype", value),) for value in dtypes)],
+        [(), (("input_grad", False),), *((("frozen", frozenset([p])),) for p in parameters[:4])],
+        [(), (("training", False),), (("grad", False),)],
+        [(("second", value),) for value in ("", "backward", "call")],
+    ]
+    left = {
+        pair
+        for first, second in itertools.combinations(fields, 2)
+        for pair in itertools.product(first, second)
+    }
+    rng = random.Random(0)
+    while left:
+        drawn = [[rng.choice(values) for values in fields] for _ in range(20)]
+        row = max(drawn, key=lambda row: len(left.intersection(itertools.combinations(row, 2))))
+        found = left.intersection(itertools.combinations(row, 2))
+        if found:
+            left -= found
+            values = dict(itertools.chain(*row))
+            names = (f"{field}={value}" for field, value in values.items() if value)
+            yield Way(TOGETHER + ", ".join(names), **values)
 
 
 def compiled_ways(parameters: Sequence[str]) -> Iterator[Way]:
     """The ways to run under torch.compile. They take longer, so there are few."""
     yield Way("compiled")
     yield Way("compiled without grad", grad=False)
-    yield Way("compiled, three dimensions", shape="three dimensions")
+    strided = "strided input and gradient"
+    yield Way(f"compiled, three dimensions, {strided}", shape="three dimensions", layout=strided)
     yield Way("compiled, no rows", shape="no rows")
     yield Way("compiled, autocast", autocast=torch.bfloat16)
-    yield Way("compiled, eval", training=False)
+    yield Way("compiled, eval, bfloat16", training=False, dtype=torch.bfloat16)
     for name in parameters[:1]:
         yield Way(f"compiled, {name} frozen", frozen=frozenset([name]))
 
@@ -197,13 +244,18 @@ SHAPES = {
     "no rows": lambda rows: rows[:0],
 }
 MORE_SHAPES = {
-    "four dimensions": lambda rows: torch.stack([rows, -rows, rows / 2, rows.flip(0)]).unflatten(
-        0, (2, 2)
-    ),
+    "four dimensions": lambda rows: _stacked(rows).unflatten(0, (2, 2)),
+    "five dimensions": lambda rows: _stacked(rows).unflatten(0, (2, 1, 2)),
+    "batches of one row": lambda rows: rows[:, None],
+    "batches without rows": lambda rows: rows[None, :0].repeat(2, 1, 1),
     "65 rows": lambda rows: _repeated(rows, 65),
     "as many rows as columns": lambda rows: _repeated(rows, rows.shape[-1]),
     "thousands of rows": lambda rows: _repeated(rows, 5003),
 }
+
+
+def _stacked(rows: Tensor) -> Tensor:
+    return torch.stack([rows, -rows, rows / 2, rows.flip(0)])
 
 
 def _repeated(rows: Tensor, count: int) -> Tensor:
@@ -242,6 +294,19 @@ GRADIENTS = {
     "positive gradients": torch.abs,
     "NaN in gradients": lambda t: _with_numbers(t, math.nan),
 }
+
+
+def step(tensor: Tensor) -> Tensor:
+    """What stands for an optimizer step."""
+    return tensor * 2 + 1
+
+
+# What the parameters become.
+PARAMETERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "after an optimizer step": step,
+    "parameters of zeros": torch.zeros_like,
+    "parameters of the other sign": lambda t: -100 * t,
+}
 # What the attributes of an op become, by name.
 ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
     "eps": lambda eps: eps and (0.1 if eps < 0.01 else 1e-3),
@@ -249,6 +314,12 @@ ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
     "zero_centered_gamma": lambda flag: not flag,
     "approximate": lambda form: "none" if form == "tanh" else "tanh",
     "glu_interleave_size": lambda size: 2 if size == 1 else 1,
+    "causal": lambda flag: not flag,
+    "interleaved": lambda flag: not flag,
+    "normalize": lambda flag: not flag,
+    "label_smoothing": lambda part: 0.0 if part else 0.1,
+    "softcap": lambda cap: None if cap else 2.0,
+    "reduction": lambda form: "sum" if form == "mean" else "mean",
 }
 # The value of an attribute that an op does not have.
 NO_ATTRIBUTE = object()
@@ -257,8 +328,8 @@ STATES = ("attributes", "training")
 
 
 def strided(tensor: Tensor) -> Tensor:
-    """The same numbers, with others between them."""
-    return torch.stack([tensor, tensor], -1)[..., 0]
+    """The same numbers, with others before and between them."""
+    return torch.stack([torch.ones_like(tensor), tensor], -1)[..., 1]
 
 
 def transposed(tensor: Tensor) -> Tensor:
@@ -276,4 +347,34 @@ LAYOUTS = {
     "transposed input and gradient": transposed,
     "input and gradient with swapped dimensions": _swapped,
     "expanded gradient": None,
+    "expanded rows": lambda t: t[:1].expand(t.shape) if t.dim() > 1 else t,
 }
+EXPANDED = ("expanded gradient", "expanded rows")
+
+
+@contextmanager
+def _set(setter: Callable[[Any], Any], value: Any, before: Any) -> Iterator[None]:
+    setter(value)
+    try:
+        yield
+    finally:
+        setter(before)
+
+
+# What a call may find around it.
+SCOPES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "float64 as the default dtype": lambda: _set(
+        torch.set_default_dtype, torch.float64, torch.get_default_dtype()
+    ),
+    "three threads": lambda: _set(torch.set_num_threads, 3, torch.get_num_threads()),
+    "hooks that copy what is saved": lambda: saved_tensors_hooks(
+        lambda tensor: tensor.detach().clone(), lambda tensor: tensor
+    ),
+    # Torch fills new memory with NaN.
+    "deterministic algorithms": lambda: _set(
+        lambda on: torch.use_deterministic_algorithms(on, warn_only=True),
+        True,
+        torch.are_deterministic_algorithms_enabled(),
+    ),
+}
+AUTOCAST_AROUND, OTHER_THREAD = "backward in a region of autocast", "backward in another thread"
