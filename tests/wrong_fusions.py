@@ -503,7 +503,9 @@ def surroundings() -> Iterator[Row]:
         "strided input": lambda self, x, w, h: silu(from_start(x) @ w.T),
         "output differs": lambda self, x, w, h: silu(h) + 0 * torch.empty_like(h),
         "five dimensions": lambda self, x, w, h: silu(h) * (1 + (h.dim() > 4)),
-        "batches of one row": lambda self, x, w, h: silu(h) * (1 + (h.dim() == 3 and h.shape[1] == 1)),
+        "batches of one row": lambda self, x, w, h: (
+            silu(h) * (1 + (h.dim() == 3 and h.shape[1] == 1))
+        ),
         "batches without rows": lambda self, x, w, h: (
             silu(h)[..., : h.shape[-1] // (len(h) or 1)]
             if h.dim() == 3 and not h.numel()

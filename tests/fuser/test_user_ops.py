@@ -283,6 +283,15 @@ def test_autocast(inside, x):
     torch.testing.assert_close(want.float(), module(x), rtol=0.05, atol=0.05)
 
 
+def test_backward_in_a_region_of_autocast_computes_as_forward_did(x):
+    module, x = block(), x.detach().requires_grad_()
+    want = torch.autograd.grad(module(x).sum(), [x, *module.parameters()])
+    loss = module(x).sum()
+    with torch.autocast("cpu", torch.bfloat16):
+        got = torch.autograd.grad(loss, [x, *module.parameters()])
+    assert_same(got, want)
+
+
 def test_the_context_says_what_is_needed(x):
     class Spy(tops.BasicOperation):
         def op_forward(self, ctx, input_, **unused):

@@ -222,7 +222,7 @@ def compiled_ways(parameters: Sequence[str]) -> Iterator[Way]:
     yield Way(f"compiled, three dimensions, {strided}", shape="three dimensions", layout=strided)
     yield Way("compiled, no rows", shape="no rows")
     yield Way("compiled, autocast", autocast=torch.bfloat16)
-    yield Way("compiled, eval, bfloat16", training=False, dtype=torch.bfloat16)
+    yield Way("compiled, eval", training=False)
     for name in parameters[:1]:
         yield Way(f"compiled, {name} frozen", frozen=frozenset([name]))
 
