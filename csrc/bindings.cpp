@@ -63,7 +63,7 @@ py::dict declaration_to_python(const OpDeclaration& row) {
   entry["flags"] = row.flags;
   py::dict types;  // of the attributes that a typed op takes
   for (const Schema* schema : {&row.backward_schema, &row.forward_schema}) {
-    for (const auto& [type, name] : schema->arguments) {
+    for (const auto& [type, name, _] : schema->arguments) {
       if (row.has_attribute(name)) types[py::str(name)] = type;
     }
   }

@@ -202,7 +202,7 @@ void Compiler::compile_instruction(const Instruction& instruction, Numbering& va
   if (callee.by_text) call.text = call_text(call);
   note_counts(instruction, call);
   if (call.typed && call.typed->random) program_.random = true;
-  if (call.typed && !call.typed->makes.empty()) {
+  if (call.typed && call.typed->is_shared) {
     call.weight_cache_key = weight_cache_key(program_.plan, instruction, call,
                                              [&](const Value& value) { return origin(value); });
   }

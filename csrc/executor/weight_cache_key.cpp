@@ -1,5 +1,7 @@
 #include "executor/weight_cache_key.h"
 
+#include "fuser/quantize.h"
+
 namespace transformer_ops {
 namespace {
 
@@ -37,7 +39,7 @@ bool take(const Plan& plan, const ValueList& list, const Program::LoadList& load
 std::optional<Made> weight_cache_key(const Plan& plan, const Instruction& instruction,
                                      const Program::Call& call,
                                      c10::function_ref<Value(const Value&)> origin) {
-  Made made{.key = call.typed->makes};
+  Made made{.key = std::string(without_saved(call.name))};
   for (size_t k = call.typed->reads_first ? 0 : 1; k < call.operands.size(); ++k) {
     const Argument& argument = instruction.arguments[k];
     bool is_known = true;

@@ -163,7 +163,7 @@ class Compress {
         {.target = kDecode,
          .arguments = {Value{Kind::Grad, step.last() + 1}, part_of(slot, Value::Part::Codes),
                        part_of(slot, Value::Part::Scale), Attribute(format_of(slot).name()),
-                       Attribute(to_text(dtype_.at(slot)))},
+                       Attribute(to_text(dtype_.at(slot))), None{}},
          .results = {slot}});
   }
 

@@ -326,7 +326,6 @@ bool has_scaled_operand(const Analysis& analysis, int op) {
 Instruction decode_again(const Analysis& analysis, const Value& parameter, const Value& gradient) {
   Instruction call = decode(analysis, parameter);
   call.target = kDecodeSaved;
-  call.arguments.pop_back();  // the shape
   call.arguments.insert(call.arguments.begin(), gradient);
   return call;
 }

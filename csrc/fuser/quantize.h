@@ -2,6 +2,7 @@
 
 #include <optional>
 #include <string>
+#include <string_view>
 
 #include "fuser/analysis.h"
 #include "fuser/plan.h"
@@ -15,9 +16,16 @@ inline constexpr const char* kRoundCall = "quantize_dequantize";
 // The suffix of an op that rounds or decodes a tensor which forward saved. Its first argument is a
 // gradient, which prevents a compiler from running the op in forward and saving the result.
 inline constexpr const char* kSaved = ".saved";
-// The op that rounds to values of codes, by a scale that is a state. It also returns the scale that
-// decodes them, and the largest magnitude.
-inline constexpr const char* kRoundValuesScaled = "quantize_values_scaled";
+// The name of an op without that suffix.
+inline std::string_view without_saved(std::string_view target) {
+  const bool is_saved = target.ends_with(kSaved);
+  return target.substr(0, target.size() - (is_saved ? std::string_view(kSaved).size() : 0));
+}
+// The op that rounds to values of codes, and also returns the scale that decodes them.
+inline constexpr const char* kRoundValues = "quantize_values";
+// The suffix of an op that takes scales: a product those of its operands, one that rounds a scale
+// that is a state. The latter also returns the largest magnitude.
+inline constexpr const char* kScaled = "_scaled";
 
 // A parameter that is stored quantized is decoded where a step reads it, and again in backward:
 //   t1.weight = dequantize(p1.weight.codes, p1.weight.scale, "mx e4m3", "bfloat16", none)

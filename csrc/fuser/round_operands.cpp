@@ -11,27 +11,6 @@ namespace {
 
 using Kind = Value::Kind;
 
-// The op that rounds in a case; the first row that fits applies.
-struct TargetRow {
-  const char* target;
-  bool (*fits)(const RoundingCase& rounding);
-};
-constexpr TargetRow kTargets[] = {
-    {kRoundValuesScaled, [](const RoundingCase& r) { return r.by_given_scale && r.with_scale; }},
-    {"quantize_dequantize_groups_scaled",
-     [](const RoundingCase& r) { return r.by_given_scale && r.in_groups; }},
-    {"quantize_dequantize_scaled", [](const RoundingCase& r) { return r.by_given_scale; }},
-    // The two codes of a byte follow each other along the sum.
-    {"quantize_columns",
-     [](const RoundingCase& r) {
-       return r.as_codes && r.sums_rows && r.format.has_pairs_of_codes();
-     }},
-    {"quantize", [](const RoundingCase& r) { return r.as_codes; }},
-    {"quantize_values", [](const RoundingCase& r) { return r.with_scale; }},
-    {"quantize_dequantize_groups", [](const RoundingCase& r) { return r.in_groups; }},
-    {kRoundCall, [](const RoundingCase&) { return true; }},
-};
-
 Argument taken(const Result& result) {
   if (const auto* const list = std::get_if<ValueList>(&result)) return *list;
   return std::get<Value>(result);
@@ -65,13 +44,6 @@ Value scale_of(Value rounded) {
 
 }  // namespace
 
-std::string rounding_target(const RoundingCase& rounding) {
-  const auto row =
-      std::ranges::find_if(kTargets, [&](const TargetRow& row) { return row.fits(rounding); });
-  return std::string(row->target) + (rounding.is_stochastic ? "_stochastic" : "") +
-         (rounding.is_saved ? kSaved : "");
-}
-
 void RoundOperands::set_operands(std::vector<std::string> operands) {
   takes_codes_ = analysis_.key().device == Device::Cuda &&
                  std::ranges::all_of(operands, [&](const std::string& operand) {
@@ -93,43 +65,44 @@ Argument RoundOperands::rows_of(const std::string& operand) const {
   return operand == "weight" ? Argument(None{}) : *splits_;
 }
 
-Instruction RoundOperands::call(const std::string& operand, const Argument& from,
-                                NumberFormat format, const Result& to, bool is_saved) const {
-  const RoundingCase rounding{.format = format,
-                              .by_given_scale = formats_.is_delayed(),
-                              .as_codes = has_blocks_,
-                              .with_scale = has_scale(operand),
-                              .in_groups = splits_.has_value(),
-                              .sums_rows = is_saved || format != formats_.format(operand),
-                              .is_stochastic = formats_.is_stochastic(operand),
-                              .is_saved = is_saved};
-  if (rounding.by_given_scale) return call_by_given_scale(operand, from, to, rounding);
-  Instruction call{.target = rounding_target(rounding), .arguments = {from}, .results = {to}};
-  if (rounding.in_groups) call.arguments.push_back(rows_of(operand));
-  call.arguments.push_back(Attribute(format.name()));
-  if (!rounding.as_codes) call.arguments.push_back(Attribute(rounded_dtype(format)));
-  if (rounding.with_scale) call.results.push_back(scale_of(std::get<Value>(to)));
-  return call;
+// The op that rounds an operand.
+std::string RoundOperands::target(const std::string& operand, NumberFormat format,
+                                  bool is_saved) const {
+  const bool sums_rows = is_saved || format != formats_.format(operand);
+  std::string name = kRoundCall;
+  if (has_blocks_) {
+    // The two codes of a byte follow each other along the sum.
+    name = sums_rows && format.has_pairs_of_codes() ? "quantize_columns" : "quantize";
+  } else if (has_scale(operand)) {
+    name = kRoundValues;
+  } else if (splits_) {
+    name = "quantize_dequantize_groups";
+  }
+  if (formats_.is_delayed()) name += kScaled;
+  if (formats_.is_stochastic(operand)) name += "_stochastic";
+  return is_saved ? name + kSaved : name;
 }
 
-// Rounds by a scale that is a state of the op, at the operand's index. The largest magnitude goes
-// to another state.
-Instruction RoundOperands::call_by_given_scale(const std::string& operand, const Argument& from,
-                                               const Result& to,
-                                               const RoundingCase& rounding) const {
+// Under delayed scaling the scale is a state of the op, at the operand's index, and the largest
+// magnitude goes to another state.
+Instruction RoundOperands::call(const std::string& operand, const Argument& from,
+                                NumberFormat format, const Result& to, bool is_saved) const {
   const bool is_gradient = operand == "grad_output";
-  const int64_t position = is_gradient ? 2 : operand == "weight" ? 1 : 0;
-  const Value scale{Kind::State, op_, kScaleStates[0]};
-  Instruction call{.target = rounding_target(rounding),
-                   .arguments = {from, scale, Attribute(position)},
-                   .results = {to}};
-  if (rounding.in_groups) call.arguments.push_back(rows_of(operand));
-  call.arguments.insert(call.arguments.end(), {Attribute(rounding.format.name()),
-                                               Attribute(rounded_dtype(rounding.format))});
-  if (rounding.with_scale) call.results.push_back(scale_of(std::get<Value>(to)));
-  if (rounding.is_saved) return call;
-  call.results.push_back(records_ ? Value{Kind::State, op_, kScaleStates[is_gradient ? 2 : 1]}
-                                  : temporary("amax_" + operand));
+  Instruction call{
+      .target = target(operand, format, is_saved), .arguments = {from}, .results = {to}};
+  if (formats_.is_delayed()) {
+    const int64_t position = is_gradient ? 2 : operand == "weight" ? 1 : 0;
+    call.arguments.push_back(Value{Kind::State, op_, kScaleStates[0]});
+    call.arguments.push_back(Attribute(position));
+  }
+  if (splits_) call.arguments.push_back(rows_of(operand));
+  call.arguments.push_back(Attribute(format.name()));
+  if (!has_blocks_) call.arguments.push_back(Attribute(rounded_dtype(format)));
+  if (has_scale(operand)) call.results.push_back(scale_of(std::get<Value>(to)));
+  if (formats_.is_delayed() && !is_saved) {
+    call.results.push_back(records_ ? Value{Kind::State, op_, kScaleStates[is_gradient ? 2 : 1]}
+                                    : temporary("amax_" + operand));
+  }
   return call;
 }
 
@@ -203,17 +176,16 @@ Argument RoundOperands::rounded_again(const std::string& operand, const Argument
 Value RoundOperands::transformed(const std::string& operand, const Argument& from,
                                  std::vector<Instruction>& code) const {
   const Value to = temporary("turned_" + operand);
-  code.push_back({.target = splits_ ? "hadamard_columns_groups" : "hadamard_columns",
-                  .arguments = {gradient(), from},
+  code.push_back({.target = "hadamard_columns",
+                  .arguments = {gradient(), from, splits_.value_or(None{})},
                   .results = {to}});
-  if (splits_) code.back().arguments.push_back(*splits_);
   return to;
 }
 
 void RoundOperands::take_scales(Instruction& product, const RoundedOperand& left,
                                 const RoundedOperand& right) const {
   if (!has_scale(left.name) && !has_scale(right.name)) return;
-  product.target += "_scaled";
+  product.target += kScaled;
   for (const auto& [name, use] : {left, right}) {
     const Value scale = scale_of(temporary("rounded_" + name + use));
     product.arguments.push_back(has_scale(name) ? Argument(scale) : Argument(None{}));

@@ -10,20 +10,6 @@
 
 namespace transformer_ops {
 
-// What the choice of the rounding call depends on, besides the operand.
-struct RoundingCase {
-  NumberFormat format;
-  bool by_given_scale = false;  // the scale is a state of the op, under delayed scaling
-  bool as_codes = false;        // for a product that multiplies codes by block scales
-  bool with_scale = false;      // values of codes, and a separate scale of the tensor
-  bool in_groups = false;       // groups of rows, each of which is a tensor of its own
-  bool sums_rows = false;       // the product sums over the rows of the operand
-  bool is_stochastic = false;
-  bool is_saved = false;  // backward rounds what forward has saved
-};
-// The op that rounds in such a case.
-std::string rounding_target(const RoundingCase& rounding);
-
 // An operand of a product, and one of its roundings: the gradient may have two.
 struct RoundedOperand {
   std::string name;
@@ -77,8 +63,7 @@ class RoundOperands {
   Value gradient() const { return {Value::Kind::Grad, boundary_}; }
 
  private:
-  Instruction call_by_given_scale(const std::string& operand, const Argument& from,
-                                  const Result& to, const RoundingCase& rounding) const;
+  std::string target(const std::string& operand, NumberFormat format, bool is_saved) const;
   void add_calls(const std::string& operand, const Argument& from, NumberFormat format,
                  const Result& to, bool is_saved, std::vector<Instruction>& code) const;
   bool is_decoded(const Value& value) const;

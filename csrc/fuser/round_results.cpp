@@ -27,6 +27,7 @@ Targets& targets() {
 }
 
 TargetTraits traits_of(const std::string& target) {
+  if (target.ends_with(kSaved)) return {.reads_first = false};
   const std::lock_guard lock(targets().mutex);
   const auto row = targets().rows.find(target);
   return row == targets().rows.end() ? TargetTraits() : row->second;
@@ -52,12 +53,10 @@ const std::string& text_of(const Argument& argument) {
 }
 
 std::optional<FoundRounding> rounding_of(const Instruction& call) {
-  const bool is_saved = call.target.ends_with(kSaved);
-  const std::string_view target(
-      call.target.data(), call.target.size() - (is_saved ? std::string_view(kSaved).size() : 0));
-  const bool is_scaled = target == kRoundValuesScaled;
+  const std::string_view target = without_saved(call.target);
+  const bool is_scaled = target == std::string(kRoundValues) + kScaled;
   if (!is_scaled && target != kRoundCall) return std::nullopt;
-  const std::span read = std::span(call.arguments).subspan(is_saved ? 1 : 0);
+  const std::span read = std::span(call.arguments).subspan(target == call.target ? 0 : 1);
   FoundRounding found{std::get<Value>(read[0]), std::get<Value>(call.results[0]),
                       NumberFormat::named(text_of(*(read.end() - 2))), text_of(read.back())};
   if (is_scaled) {

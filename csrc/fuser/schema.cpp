@@ -14,14 +14,25 @@ std::vector<Schema::Field> parse_fields(const std::string& text, const std::stri
     size_t end = std::min(text.find(',', begin), text.size());
     std::string field = text.substr(begin, end - begin);
     field.erase(0, field.find_first_not_of(' '));
+    const size_t equals = std::min(field.find('='), field.size() - 1);
+    std::string default_value = field.substr(equals + 1);
     field = field.substr(0, field.find('='));
     const size_t space = field.find_last_of(' ');
     check(space != std::string::npos, "[schema] every field must have a name, got '", field,
           "' in '", schema, "'");
-    fields.push_back({field.substr(0, space), field.substr(space + 1)});
+    fields.push_back({field.substr(0, space), field.substr(space + 1), std::move(default_value)});
     begin = end + 1;
   }
   return fields;
+}
+
+std::string to_text(const std::vector<Schema::Field>& fields) {
+  std::string text;
+  for (const Schema::Field& field : fields) {
+    text += (text.empty() ? "" : ", ") + field.type + " " + field.name;
+    if (!field.default_value.empty()) text += "=" + field.default_value;
+  }
+  return text;
 }
 
 bool has_field(const std::vector<Schema::Field>& fields, const std::string& name) {
@@ -47,6 +58,12 @@ Schema parse_schema(const std::string& text) {
   if (results.front() == '(') results = results.substr(1, results.size() - 2);
   return {text.substr(0, open), parse_fields(text.substr(open + 1, close - open - 1), text),
           parse_fields(results, text)};
+}
+
+std::string to_text(const Schema& schema) {
+  const std::string results = to_text(schema.results);
+  return schema.name + "(" + to_text(schema.arguments) + ") -> " +
+         (schema.results.size() == 1 ? results : "(" + results + ")");
 }
 
 }  // namespace transformer_ops

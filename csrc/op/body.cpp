@@ -83,7 +83,7 @@ void TypedFunction::check(const Schema& schema, const std::string& text, const c
   const bool fills = std::string_view(got.returned) == "void";
   std::vector<std::string> wanted_types, wanted_texts;
   for (size_t i = skipped_; i < schema.arguments.size(); ++i) {
-    const auto& [type, name] = schema.arguments[i];
+    const auto& [type, name, _] = schema.arguments[i];
     wanted_types.push_back(type);
     wanted_texts.push_back(cpp_type(type) + " " + name);
   }

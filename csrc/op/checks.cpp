@@ -53,8 +53,10 @@ void Checks::trailing(const char* name, const Tensor& tensor, const Tensor& trai
       "[", op_, "] ", name, " must end in dimensions ", wanted, ", got shape ", sizes);
 }
 
-TensorSpec like(const Tensor& tensor) {
-  return {c10::SymDimVector(tensor.sym_sizes()), tensor.scalar_type()};
+TensorSpec like(const Tensor& tensor) { return like(tensor, tensor.scalar_type()); }
+
+TensorSpec like(const Tensor& tensor, at::ScalarType dtype) {
+  return {c10::SymDimVector(tensor.sym_sizes()), dtype};
 }
 
 TensorSpec list_of(std::vector<TensorSpec> specs) {

@@ -76,6 +76,7 @@ at::ScalarType product_dtype(const Tensor& operand);
 bool has_pairs(const Tensor& operand);
 
 TensorSpec like(const Tensor& tensor);
+TensorSpec like(const Tensor& tensor, at::ScalarType dtype);
 // The spec of a list, which must not be empty.
 TensorSpec list_of(std::vector<TensorSpec> specs);
 TensorSpec like(const Tensors& list);

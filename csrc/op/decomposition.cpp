@@ -97,7 +97,7 @@ Tensors decomposed_backward(const TypedOp& forward, const std::string& name,
   }
   std::vector<c10::IValue> stack;
   for (size_t i = 0; i < fields.size(); ++i) {
-    const auto& [type, field] = fields[i];
+    const auto& [type, field, _] = fields[i];
     const bool is_switch = field.starts_with("save_");
     stack.push_back(is_switch ? c10::IValue(false) : argument(field));
     const bool is_none =

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "fuser/quantize.h"
+#include "fuser/schema.h"
 #include "op/defaults.h"
 #include "op/op.h"
 
@@ -34,53 +35,29 @@ std::array<TypedFunction*, 4> functions_of(TypedOp& op) {
   return {&op.shape, &op.bodies.cpu, &op.bodies.cuda, &op.bodies.decomposition};
 }
 
-TypedOp behind_gradient(TypedOp op) {
+// Adds the gradient to an op, and `prefix` and `suffix` to its name.
+TypedOp behind_gradient(TypedOp op, const std::string& prefix, const std::string& suffix) {
   complete(op);
-  op.schema.insert(op.schema.find('(') + 1, "Tensor grad_output, ");
-  for (TypedFunction* function : functions_of(op)) function->skip_first();
+  Schema schema = parse_schema(op.schema);
+  schema.name = prefix + schema.name + suffix;
+  schema.arguments.insert(schema.arguments.begin(), {"Tensor", "grad_output"});
+  if (op.last_in_forward) schema.results.pop_back();
+  op.schema = to_text(schema);
   op.reads_first = false;
-  return op;
-}
-
-// Removes the last result: "-> (Tensor output, Tensor amax)" loses amax.
-void drop_last_result(TypedOp& op) {
-  op.schema.erase(op.schema.rfind(", "));
-  const size_t results = op.schema.find("-> (") + 3;
-  if (op.schema.find(',', results) == std::string::npos) {
-    op.schema.erase(results, 1);
-  } else {
-    op.schema += ')';
+  for (TypedFunction* function : functions_of(op)) {
+    function->skip_first();
+    if (op.last_in_forward) function->drop_last_result();
   }
-  for (TypedFunction* function : functions_of(op)) function->drop_last_result();
-}
-
-}  // namespace
-
-TypedOp recompute_by(TypedOp op) {
-  op = behind_gradient(std::move(op));
-  op.schema = "recompute_" + op.schema;
   return op;
 }
 
-namespace {
-
-void register_for_backward(const TypedOp& op, LastResult last) {
-  TypedOp saved = behind_gradient(op);
-  saved.schema.insert(saved.schema.find('('), kSaved);
-  if (last == LastResult::InForward) drop_last_result(saved);
-  register_plan_op(std::move(saved));
-}
-
 }  // namespace
 
-void register_for_both_passes(const TypedOp& op, LastResult last) {
-  register_typed_op(op);
-  register_for_backward(op, last);
-}
+TypedOp recompute_by(TypedOp op) { return behind_gradient(std::move(op), "recompute_", ""); }
 
-void register_plan_op_for_both_passes(const TypedOp& op, LastResult last) {
-  register_plan_op(op);
-  register_for_backward(op, last);
+std::optional<TypedOp> saved_form(const TypedOp& op) {
+  if (op.differentiable) return std::nullopt;
+  return behind_gradient(op, "", kSaved);
 }
 
 }  // namespace transformer_ops

@@ -20,7 +20,7 @@ const Bodies& round_bodies() {
   return bodies;
 }
 const Bodies& round_scaled_bodies() {
-  static const Bodies& bodies = find_typed_op(kRoundValuesScaled)->bodies;
+  static const Bodies& bodies = find_typed_op(std::string(kRoundValues) + kScaled)->bodies;
   return bodies;
 }
 

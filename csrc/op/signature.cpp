@@ -31,7 +31,7 @@ Signature::Signature(const std::string& schema, const std::vector<std::string>& 
   const Schema parsed = parse_schema(schema);
   name_ = parsed.name;
   for (size_t i = 0; i < parsed.arguments.size(); ++i) {
-    const auto& [type, name] = parsed.arguments[i];
+    const auto& [type, name, _] = parsed.arguments[i];
     if (type.starts_with("Tensor")) {
       (type.ends_with("[]") ? tensor_lists_ : tensors_).push_back({i, name, type.ends_with('?')});
       const bool is_written = type.find('!') != std::string::npos;

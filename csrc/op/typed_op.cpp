@@ -9,11 +9,13 @@
 #include <optional>
 
 #include "fuser/fork_safe_mutex.h"
+#include "fuser/quantize.h"
 #include "fuser/round_results.h"
 #include "fuser/schema.h"
 #include "op/defaults.h"
 #include "op/flops.h"
 #include "op/frame.h"
+#include "op/recompute.h"
 #include "op/rounded.h"
 #include "op/variant.h"
 
@@ -115,11 +117,13 @@ const TypedOp* find_typed_op(const std::string& name) {
   }
   const size_t dot = name.rfind('.');
   if (dot == std::string::npos) return nullptr;
-  const TypedOp* const producer = find_typed_op(name.substr(0, dot));
-  auto rounded = producer == nullptr ? std::nullopt : rounded_by(*producer, name.substr(dot));
-  if (!rounded) return nullptr;
+  const TypedOp* const op = find_typed_op(name.substr(0, dot));
+  if (op == nullptr) return nullptr;
+  const std::string suffix = name.substr(dot);
+  auto form = suffix == kSaved ? saved_form(*op) : rounded_by(*op, suffix);
+  if (!form) return nullptr;
   const std::lock_guard lock(typed_ops().mutex);
-  return &typed_ops().rows.emplace(name, std::move(*rounded)).first->second;
+  return &typed_ops().rows.emplace(name, std::move(*form)).first->second;
 }
 
 std::vector<TypedOpPair> typed_op_pairs() {

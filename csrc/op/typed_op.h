@@ -60,12 +60,14 @@ struct TypedOp {
   Bodies bodies = {};
   bool random = false;      // draws from torch's generator
   bool reads_first = true;  // false: the first tensor only ties the op to backward
-  // false: the op has no gradient. A call raises if autograd would record one.
+  // false: the op has no gradient. A call raises if autograd would record one. Plans may then also
+  // call <name>.saved in backward (op/recompute.h).
   bool differentiable = true;
-  // Ops with the same `makes` give the same results for the same arguments, except for a first
-  // tensor that only ties the op to backward. The calls of a region then share what they make from
-  // weights (executor/frozen_weights.h).
-  std::string makes = {};
+  // <name>.saved omits the last result, a tensor; kernel wrappers then get an undefined one.
+  bool last_in_forward = false;
+  // The calls of a region share what the op, or <name>.saved, makes from the same weights
+  // (executor/frozen_weights.h).
+  bool is_shared = false;
   // Result 1 is the gradient of a weight, which goes to call.main_grad() if that is set. Such an op
   // also has <name>_into(..., Tensor(a!) main_grad, bool overwrite), without that result.
   bool accumulates = false;
@@ -105,7 +107,7 @@ std::vector<std::string> typed_ops_without_cuda();
 std::vector<std::string> plan_ops();
 
 // Finds an op by the name in its schema; returns null if there is none. Ops that round their first
-// result are made when they are first looked up.
+// result, and ops for saved tensors, are made when they are first looked up.
 const TypedOp* find_typed_op(const std::string& name);
 
 // The names of a forward typed op and of its backward, which is empty if it has none.

@@ -3,45 +3,29 @@
 // All leading dimensions count as rows. Blocks run along the last dimension, and the last block of
 // a row may be shorter. The ops have no gradient: their results never require one.
 
+#include <ATen/ops/constant_pad_nd.h>
+#include <ATen/ops/stack.h>
+
 #include <cstring>
 #include <optional>
 
 #include "kernels/quantize.h"
 #include "op/op.h"
-#include "op/recompute.h"
 #include "quantization/quantized_cuda.h"
 #include "quantization/rounding.h"
-#include "wrappers/cpu.h"
 #include "wrappers/cuda.h"
-#include "wrappers/dropout.h"
 
 namespace transformer_ops::ops::quantize {
 namespace {
 
+using kernel::Element;
 using kernel::Format;
 
-// ---- quantize
-
-TensorSpecs quantize_shape(const Checks& check, const Tensor& input, std::string_view format_name) {
-  check.compute_dtype("input", input);
-  const Format& format = format_of(check, format_name);
-  return {codes_spec(format, input.sym_sizes()), scale_spec(format, input.sym_sizes())};
-}
-
-void quantize_cpu(const Checks& check, const Tensor& x, std::string_view format_name, Tensor& codes,
-                  Tensor& scale) {
-  const Format& format = format_of(check, format_name);
+// Calls run(element, byte, block, rows, h) for the parts of a tensor, on several threads: the
+// first element of a part, the first byte of its codes, its first scale, and its sizes.
+template <typename Run>
+void for_parts(const Format& format, const Tensor& x, const Run& run) {
   const FlatRows shape(x.sizes());
-  const auto dtype = kernel_dtype(x);
-  const auto size = static_cast<int64_t>(x.element_size());
-  const kernel::TensorScale of_tensor = tensor_scale_cpu(format, x);
-  if (uint8_t* const to = tensor_scale_of(format, scale)) {
-    std::memcpy(to, &of_tensor.decode, sizeof(of_tensor.decode));
-  }
-  const auto run = [&](int64_t element, int64_t byte, int64_t block, int64_t rows, int64_t h) {
-    cpu::quantize(format, dtype, bytes_at(x, element * size), of_tensor, bytes_at(codes, byte),
-                  bytes_at(scale, block * static_cast<int64_t>(scale.element_size())), rows, h);
-  };
   if (format.per_tensor()) {
     cpu::parallel(x.numel(), 1, cpu::kMaskAlign,
                   [&](int64_t begin, int64_t end) { run(begin, begin, 0, 1, end - begin); });
@@ -52,15 +36,89 @@ void quantize_cpu(const Checks& check, const Tensor& x, std::string_view format_
   });
 }
 
+// ---- quantize, and quantize_stochastic for products on GPUs
+
+TensorSpecs quantize_shape(const Checks& check, const Tensor& input, std::string_view format_name) {
+  check.compute_dtype("input", input);
+  const Format& format = format_of(check, format_name);
+  return {codes_spec(format, input.sym_sizes()), scale_spec(format, input.sym_sizes())};
+}
+
+TensorSpecs stochastic_shape(const Checks& check, const Tensor& input, std::string_view format) {
+  TORCH_CHECK(format_of(check, format).element == Element::E2M1, "[", check.op(),
+              "] format must be of NVFP4, got '", format, "'");
+  return quantize_shape(check, input, format);
+}
+
+void quantize_cpu(const Checks& check, const Tensor& x, std::string_view format_name, Tensor& codes,
+                  Tensor& scale) {
+  const Format& format = format_of(check, format_name);
+  const auto dtype = kernel_dtype(x);
+  const kernel::TensorScale of_tensor = tensor_scale_cpu(format, x);
+  if (uint8_t* const to = tensor_scale_of(format, scale)) {
+    std::memcpy(to, &of_tensor.decode, sizeof(of_tensor.decode));
+  }
+  for_parts(format, x, [&](int64_t element, int64_t byte, int64_t block, int64_t rows, int64_t h) {
+    cpu::quantize(format, dtype, element_at(x, element), of_tensor, bytes_at(codes, byte),
+                  element_at(scale, block), rows, h);
+  });
+}
+
 void quantize_cuda(const Checks& check, const Tensor& x, std::string_view format_name,
                    Tensor& codes, Tensor& scale) {
   const Format& format = format_of(check, format_name);
   encode_cuda(format, x, cuda::write(codes), cuda::write(scale), tensor_scale_of(format, scale));
 }
 
-std::tuple<Tensor, Tensor> quantize_decomposition(const Checks& check, const Tensor& x,
-                                                  std::string_view format_name) {
-  return quantize_decomposed(format_of(check, format_name), x);
+auto quantize_decomposition(bool at_random) {
+  return [=](const Checks& check, const Tensor& x, std::string_view format) {
+    return quantize_decomposed(format_of(check, format), x, at_random);
+  };
+}
+
+// ---- quantize_columns, for operands of NVFP4 products that are summed over their rows: two codes
+// of a byte must follow each other along the sum, so they are those of two rows, and there are half
+// as many rows.
+
+c10::SymInt row_count(const Tensor& tensor) {
+  c10::SymInt rows = 1;
+  for (const auto& size : tensor.sym_sizes().slice(0, tensor.dim() - 1)) rows = rows * size;
+  return rows;
+}
+
+// Converts codes of quantize, with two columns in a byte, to codes with two rows in a byte.
+Tensor pairs_of_rows(const Tensor& codes, const c10::SymInt& rows, const c10::SymInt& h) {
+  const Tensor matrix = codes.reshape_symint({rows, (h + 1) / 2});
+  const Tensor each = at::stack({matrix.bitwise_and(15), matrix.bitwise_right_shift(4)}, -1)
+                          .flatten(-2)
+                          .slice_symint(1, 0, h);
+  const Tensor upper = each.slice(0, 0, std::nullopt, 2), lower = each.slice(0, 1, std::nullopt, 2);
+  const std::vector<c10::SymInt> pad = {0, 0, 0, upper.sym_size(0) - lower.sym_size(0)};
+  return upper.bitwise_or(at::constant_pad_nd_symint(lower, pad).bitwise_left_shift(4));
+}
+
+// The format must have blocks of 16 rows: columns or squares.
+TensorSpecs columns_shape(const Checks& check, const Tensor& input, std::string_view format_name) {
+  check.compute_dtype("input", input);
+  check.has_rows("input", input);
+  const Format& format = format_of(check, format_name);
+  TORCH_CHECK(format.element == Element::E2M1 && format.block_rows == 16, "[", check.op(),
+              "] format must be of NVFP4 with blocks of 16 rows, got '", format_name, "'");
+  const TensorSpec codes{{(row_count(input) + 1) / 2, input.sym_size(-1)}, at::kByte};
+  return {codes, scale_spec(format, input.sym_sizes())};
+}
+
+void columns_cuda(const Checks& check, const Tensor& x, std::string_view format, Tensor& codes,
+                  Tensor& scale) {
+  encode_row_pairs_cuda(format_of(check, format), x, codes, scale);
+}
+
+auto columns_decomposition(bool at_random) {
+  return [=](const Checks& check, const Tensor& x,
+             std::string_view format) -> std::tuple<Tensor, Tensor> {
+    const auto [codes, scale] = quantize_decomposed(format_of(check, format), x, at_random);
+    return {pairs_of_rows(codes, row_count(x), x.sym_size(-1)), scale};
+  };
 }
 
 // ---- dequantize
@@ -96,26 +154,16 @@ TensorSpecs dequantize_shape(const Checks& check, const Tensor& codes, const Ten
 void dequantize_cpu(const Checks& check, const Tensor& codes, const Tensor& scale,
                     std::string_view format_name, std::string_view, GivenSizes, Tensor& output) {
   const Format& format = format_of(check, format_name);
-  const FlatRows shape(output.sizes());
   const auto dtype = kernel_dtype(output);
-  const auto size = static_cast<int64_t>(output.element_size());
   float decoded = 1.0f;
   if (const uint8_t* const from = tensor_scale_of(format, scale)) {
     std::memcpy(&decoded, from, sizeof(decoded));
   }
-  const auto run = [&](int64_t element, int64_t byte, int64_t block, int64_t rows, int64_t h) {
-    cpu::dequantize(format, dtype, bytes_at(codes, byte),
-                    bytes_at(scale, block * static_cast<int64_t>(scale.element_size())), decoded,
-                    bytes_at(output, element * size), rows, h);
-  };
-  if (format.per_tensor()) {
-    cpu::parallel(output.numel(), 1, cpu::kMaskAlign,
-                  [&](int64_t begin, int64_t end) { run(begin, begin, 0, 1, end - begin); });
-    return;
-  }
-  for_blocks(format, shape, [&](int64_t row, int64_t rows, int64_t block) {
-    run(row * shape.h, row * row_bytes(format, shape.h), block, rows, shape.h);
-  });
+  for_parts(format, output,
+            [&](int64_t element, int64_t byte, int64_t block, int64_t rows, int64_t h) {
+              cpu::dequantize(format, dtype, bytes_at(codes, byte), element_at(scale, block),
+                              decoded, element_at(output, element), rows, h);
+            });
 }
 
 void dequantize_cuda(const Checks& check, const Tensor& codes, const Tensor& scale,
@@ -135,138 +183,39 @@ Tensor dequantize_decomposition(const Checks& check, const Tensor& codes, const 
                                dtype_named(check, dtype_name));
 }
 
-// ---- dequantize.saved: the same in backward. A gradient argument prevents a compiler from
-// decoding in forward what was encoded to save memory.
-
-TensorSpecs dequantize_saved_shape(const Checks& check, const Tensor&, const Tensor& codes,
-                                   const Tensor& scale, std::string_view format,
-                                   std::string_view dtype) {
-  return dequantize_shape(check, codes, scale, format, dtype, std::nullopt);
-}
-
-void dequantize_saved_cpu(const Checks& check, const Tensor&, const Tensor& codes,
-                          const Tensor& scale, std::string_view format, std::string_view dtype,
-                          Tensor& output) {
-  dequantize_cpu(check, codes, scale, format, dtype, std::nullopt, output);
-}
-
-void dequantize_saved_cuda(const Checks& check, const Tensor&, const Tensor& codes,
-                           const Tensor& scale, std::string_view format, std::string_view dtype,
-                           Tensor& output) {
-  dequantize_cuda(check, codes, scale, format, dtype, std::nullopt, output);
-}
-
-Tensor dequantize_saved_decomposition(const Checks& check, const Tensor&, const Tensor& codes,
-                                      const Tensor& scale, std::string_view format,
-                                      std::string_view dtype) {
-  return dequantize_decomposition(check, codes, scale, format, dtype, std::nullopt);
-}
-
-// ---- quantize_dequantize: rounds numbers to those of a format, for ops with plain arguments. In
-// backward it also has a gradient argument.
-
-TensorSpecs rounded_shape(const Checks& check, const Tensor& input, std::string_view format,
-                          std::string_view dtype) {
-  check.compute_dtype("input", input);
-  format_of(check, format);
-  TensorSpec spec = like(input);
-  spec.dtype = dtype_named(check, dtype);
-  return {spec};
-}
-
-void rounded_cpu(const Checks& check, const Tensor& x, std::string_view format, std::string_view,
-                 Tensor& output) {
-  round_to_format_cpu(format_of(check, format), x, output);
-}
-
-void rounded_cuda(const Checks& check, const Tensor& x, std::string_view format,
-                  std::string_view dtype, Tensor& output) {
-  const Format& row = format_of(check, format);
-  const auto make = [&](const TensorSpec& spec) {
-    return empty(C10_AS_INTARRAYREF_SLOW(spec.sizes), spec.dtype, x.device());
-  };
-  Tensor codes = make(codes_spec(row, x.sym_sizes())), scale = make(scale_spec(row, x.sym_sizes()));
-  quantize_cuda(check, x, format, codes, scale);
-  dequantize_cuda(check, codes, scale, format, dtype, std::nullopt, output);
-}
-
-Tensor rounded_decomposition(const Checks& check, const Tensor& x, std::string_view format_name,
-                             std::string_view dtype) {
-  return round_to_format_decomposed(format_of(check, format_name), x, dtype_named(check, dtype));
-}
-
-// ---- quantize_dequantize_stochastic: the same, up or down at random
-
-TensorSpecs stochastic_shape(const Checks& check, const Tensor& input, std::string_view format,
-                             std::string_view dtype) {
-  random_format(check, format);
-  return rounded_shape(check, input, format, dtype);
-}
-
-void stochastic_cpu(const Checks& check, const Tensor& x, std::string_view format, std::string_view,
-                    Tensor& output) {
-  round_at_random_cpu(random_format(check, format), x, draw_seed(), /*first_row=*/0, output);
-}
-
-Tensor stochastic_decomposition(const Checks& check, const Tensor& x, std::string_view format,
-                                std::string_view dtype) {
-  return round_at_random_decomposed(random_format(check, format), x, dtype_named(check, dtype));
-}
-
-// ---- hadamard_columns: turns each 16 rows into 16 sums and differences of them, in float32. The
-// transform is orthonormal, so a product that sums over the rows of two such tensors does not
-// change. Remaining rows do not change, either.
-
-TensorSpecs turned_shape(const Checks& check, const Tensor&, const Tensor& input) {
-  check.compute_dtype("input", input);
-  TensorSpec spec = like(input);
-  spec.dtype = accumulate_dtype(input.scalar_type());
-  return {spec};
-}
-
-void turned_cpu(const Tensor&, const Tensor& input, Tensor& output) {
-  turn_columns_cpu(input, output);
-}
-
-Tensor turned_decomposition(const Tensor&, const Tensor& input) { return turn_columns(input); }
-
 [[maybe_unused]] const bool registered = [] {
-  register_for_both_passes(
+  register_typed_op(
       {.schema = "quantize(Tensor input, str format) -> (Tensor codes, Tensor scale)",
        .shape = quantize_shape,
-       .bodies = {quantize_cpu, quantize_cuda, quantize_decomposition},
+       .bodies = {quantize_cpu, quantize_cuda, quantize_decomposition(/*at_random=*/false)},
        .differentiable = false,
-       .makes = "quantize"});
+       .is_shared = true});
+  register_typed_op(
+      {.schema = "quantize_columns(Tensor input, str format) -> (Tensor codes, Tensor scale)",
+       .shape = columns_shape,
+       .bodies = {columns_decomposition(/*at_random=*/false), columns_cuda,
+                  columns_decomposition(/*at_random=*/false)},
+       .differentiable = false,
+       .is_shared = true});
+  const auto stochastic = quantize_decomposition(/*at_random=*/true);
+  register_plan_op(
+      {.schema = "quantize_stochastic(Tensor input, str format) -> (Tensor codes, Tensor scale)",
+       .shape = stochastic_shape,
+       .bodies = {stochastic, stochastic, stochastic},
+       .random = true,
+       .differentiable = false});
+  const auto columns_stochastic = columns_decomposition(/*at_random=*/true);
+  register_plan_op({.schema = "quantize_columns_stochastic(Tensor input, str format) -> "
+                              "(Tensor codes, Tensor scale)",
+                    .shape = columns_shape,
+                    .bodies = {columns_stochastic, columns_stochastic, columns_stochastic},
+                    .random = true,
+                    .differentiable = false});
   register_typed_op({.schema = "dequantize(Tensor codes, Tensor scale, str format, str dtype, "
                                "SymInt[]? shape=None) -> Tensor output",
                      .shape = dequantize_shape,
                      .bodies = {dequantize_cpu, dequantize_cuda, dequantize_decomposition},
                      .differentiable = false});
-  register_plan_op(
-      {.schema = "dequantize.saved(Tensor grad_output, Tensor codes, Tensor scale, "
-                 "str format, str dtype) -> Tensor output",
-       .shape = dequantize_saved_shape,
-       .bodies = {dequantize_saved_cpu, dequantize_saved_cuda, dequantize_saved_decomposition},
-       .reads_first = false,
-       .differentiable = false});
-  register_for_both_passes({.schema = "quantize_dequantize(Tensor input, str format, str dtype) -> "
-                                      "Tensor output",
-                            .shape = rounded_shape,
-                            .bodies = {rounded_cpu, rounded_cuda, rounded_decomposition},
-                            .differentiable = false,
-                            .makes = "quantize_dequantize"});
-  register_typed_op({.schema = "quantize_dequantize_stochastic(Tensor input, str format, "
-                               "str dtype) -> Tensor output",
-                     .shape = stochastic_shape,
-                     .bodies = {stochastic_cpu, stochastic_decomposition, stochastic_decomposition},
-                     .random = true,
-                     .differentiable = false});
-  register_typed_op(
-      {.schema = "hadamard_columns(Tensor grad_output, Tensor input) -> Tensor output",
-       .shape = turned_shape,
-       .bodies = {turned_cpu, turned_decomposition, turned_decomposition},
-       .reads_first = false,
-       .differentiable = false});
   return register_op({.declaration = {.kind = "Quantize",
                                       .summary = "x rounded to the formats of a recipe",
                                       .attributes = {"rounds_input", "rounds_grad_output"},

@@ -39,22 +39,23 @@ void encode_row_pairs_cuda(const Format& format, const Tensor& x, const Tensor& 
                            tensor_scale_of(format, scale), shape.rows, shape.h);
 }
 
-void encode_operand_cuda(const Format& format, const Tensor& x, const Tensor& output,
-                         const Tensor& decodes, const float* encodes) {
+void round_cuda(const Format& format, const Tensor& x, const Tensor& output, const Tensor& decodes,
+                const float* encodes) {
+  void* const separate = decodes.defined() ? cuda::write(decodes) : nullptr;
   if (is_codes(output.scalar_type())) {
-    encode_cuda(format, x, cuda::write(output), /*scales=*/nullptr, cuda::write(decodes), encodes);
-    return;
+    return encode_cuda(format, x, cuda::write(output), /*scales=*/nullptr, separate, encodes);
   }
   const auto make = [&](const TensorSpec& spec) {
     return empty(C10_AS_INTARRAYREF_SLOW(spec.sizes), spec.dtype, x.device());
   };
   const Tensor codes = make(codes_spec(format, x.sym_sizes())),
                scales = make(scale_spec(format, x.sym_sizes()));
-  encode_cuda(format, x, cuda::write(codes), cuda::write(scales), cuda::write(decodes), encodes);
+  uint8_t* const joined = separate == nullptr ? tensor_scale_of(format, scales) : nullptr;
+  encode_cuda(format, x, cuda::write(codes), cuda::write(scales),
+              separate == nullptr ? joined : separate, encodes);
   const FlatRows shape(x.sizes());
   cuda::dequantize(cuda::stream_of(x), format, kernel_dtype(output), cuda::read(codes),
-                   cuda::read(scales), /*decoded_tensor_scale=*/nullptr, cuda::write(output),
-                   shape.rows, shape.h);
+                   cuda::read(scales), joined, cuda::write(output), shape.rows, shape.h);
 }
 
 namespace {

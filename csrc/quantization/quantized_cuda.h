@@ -17,10 +17,10 @@ void encode_cuda(const kernel::Format& format, const Tensor& x, void* codes, voi
 void encode_row_pairs_cuda(const kernel::Format& format, const Tensor& x, const Tensor& codes,
                            const Tensor& scale);
 
-// Rounds an operand of a product to the values of codes in such a format, or to codes if `output`
-// has their dtype. `decodes` receives the factor by which to multiply the result.
-void encode_operand_cuda(const kernel::Format& format, const Tensor& x, const Tensor& output,
-                         const Tensor& decodes, const float* encodes = nullptr);
+// Rounds to numbers. If `decodes` is defined, rounds to the values of codes, or to codes if
+// `output` has their dtype, and `decodes` receives the factor by which to multiply them.
+void round_cuda(const kernel::Format& format, const Tensor& x, const Tensor& output,
+                const Tensor& decodes = {}, const float* encodes = nullptr);
 
 // Rounds matrices separately; check_rounded_groups() lists the cases. `encodes` holds a scale for
 // each, if the format has a scale of the tensor; by default they follow from the largest

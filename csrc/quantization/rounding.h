@@ -2,8 +2,10 @@
 #pragma once
 
 #include <algorithm>
+#include <optional>
 
 #include "wrappers/cpu.h"
+#include "wrappers/grouped.h"
 #include "wrappers/quantized.h"
 
 namespace transformer_ops {
@@ -14,6 +16,10 @@ inline int64_t row_bytes(const kernel::Format& format, int64_t h) {
 
 inline char* bytes_at(const Tensor& tensor, int64_t bytes) {
   return static_cast<char*>(const_cast<void*>(tensor.const_data_ptr())) + bytes;
+}
+
+inline char* element_at(const Tensor& tensor, int64_t i) {
+  return bytes_at(tensor, i * static_cast<int64_t>(tensor.element_size()));
 }
 
 // Calls f(first row, rows, first block) for whole blocks, on several threads.
@@ -34,27 +40,39 @@ float largest_cpu(const Tensor& x);
 // the format has none.
 kernel::TensorScale tensor_scale_cpu(const kernel::Format& format, const Tensor& x);
 
-// The scale for rounding to the values of codes, which a later product multiplies by the scale.
-inline kernel::TensorScale not_decoded(kernel::TensorScale scale) {
-  scale.decode = 1.0f;
-  return scale;
+// Calls each(matrix of input, matrix of output, index, number of its first row) for each group that
+// has rows; rows that are in no group become zeros.
+template <typename Each>
+void group_by_group_cpu(const Checks& check, const Tensors& input, const Tensor* splits,
+                        const Tensors& output, const Each& each) {
+  const RoundedGroups x = rounded_groups(check, input, splits);
+  const RoundedGroups y = rounded_groups(check, output, splits);
+  int64_t first = 0;
+  for (size_t i = 0; i < x.matrices.size(); ++i) {
+    const int64_t count = x.matrices[i].size(0);
+    if (count > 0) each(x.matrices[i], y.matrices[i], i, first);
+    first += count;
+  }
+  if (y.rest.defined()) y.rest.zero_();
 }
 
-void round_to_format_cpu(const kernel::Format& format, const Tensor& x, const Tensor& output);
-// Rounds by a given scale of the tensor.
-void round_by_tensor_scale_cpu(const kernel::Format& format, const Tensor& x,
-                               const kernel::TensorScale& scale, const Tensor& output);
-// Rounds to the values of codes, not multiplied by `scale.decode`, or to codes if `output` has
-// their dtype.
-void encode_operand_cpu(const kernel::Format& format, const Tensor& x,
-                        const kernel::TensorScale& scale, const Tensor& output);
-Tensor round_to_format_decomposed(const kernel::Format& format, const Tensor& x,
-                                  at::ScalarType dtype);
+// Rounds by a scale of the tensor; with a seed, up or down at random with the right mean. The
+// result of a row then depends on the seed and on the row's number; `first_row` is the number of
+// x's first row.
+void round_cpu(const kernel::Format& format, const Tensor& x, const kernel::TensorScale& scale,
+               const Tensor& output, std::optional<uint64_t> seed = {}, int64_t first_row = 0);
+// The same to the values of codes, which a later product multiplies by `scale.decode`, or to codes
+// if `output` has their dtype.
+void encode_operand_cpu(const kernel::Format& format, const Tensor& x, kernel::TensorScale scale,
+                        const Tensor& output, std::optional<uint64_t> seed = {});
+// `stochastic` draws numbers of torch's generator.
+Tensor round_decomposed(const kernel::Format& format, const Tensor& x, at::ScalarType dtype,
+                        bool stochastic);
 
 // Rounds the rows of each group as a tensor of their own, on the device only. Rows in no group
 // become zeros.
 Tensor round_groups_decomposed(const kernel::Format& format, const Tensor& input,
-                               const Tensor& splits, at::ScalarType dtype, bool stochastic = false);
+                               const Tensor& splits, at::ScalarType dtype, bool stochastic);
 // The same with a scale for each group. Also returns the largest magnitude of each, or `nothing`
 // for an empty group.
 std::tuple<Tensor, Tensor> round_groups_by_scale_decomposed(const kernel::Format& format,
@@ -62,26 +80,5 @@ std::tuple<Tensor, Tensor> round_groups_by_scale_decomposed(const kernel::Format
                                                             const Tensor& scales,
                                                             const Tensor& splits,
                                                             at::ScalarType dtype, double nothing);
-
-// Raises if the format does not support stochastic rounding, as with integers.
-const kernel::Format& random_format(const Checks& check, std::string_view name);
-// Rounds up or down at random with the right mean. The result of a row depends on `seed` and on the
-// row's number; `first_row` is the number of x's first row.
-void round_at_random_cpu(const kernel::Format& format, const Tensor& x, uint64_t seed,
-                         int64_t first_row, const Tensor& output);
-void round_at_random_cpu(const kernel::Format& format, const Tensor& x,
-                         const kernel::TensorScale& scale, uint64_t seed, int64_t first_row,
-                         const Tensor& output);
-// The same with numbers of torch's generator.
-Tensor round_at_random_decomposed(const kernel::Format& format, const Tensor& x,
-                                  at::ScalarType dtype);
-
-// Turns each 16 rows of a matrix into 16 sums and differences of them. The transform is
-// orthonormal, so a product that sums over the rows of two such tensors does not change. Remaining
-// rows do not change, either. The result is float32, or float64 for float64. The kernel adds in
-// another order than the ATen call.
-void turn_columns_cpu(const Tensor& input, const Tensor& output);
-Tensor turn_columns(const Tensor& input);
-Tensor turn_columns_of_groups(const Tensor& input, const Tensor& splits);
 
 }  // namespace transformer_ops

@@ -184,10 +184,8 @@ def test_turned_groups(dtype: torch.dtype) -> None:
         x, splits = torch.randn(rows, h).to(dtype), torch.tensor(sizes, dtype=torch.int64)
         if rows > 90:
             x[50, 3], x[-1] = torch.inf, torch.nan
-        y = plan_op("hadamard_columns_groups")(x, x, splits)
-        torch.testing.assert_close(
-            *meaning("hadamard_columns_groups", x, x, splits), y, equal_nan=True
-        )
+        y = o.hadamard_columns(x, x, splits)
+        torch.testing.assert_close(*meaning("hadamard_columns", x, x, splits), y, equal_nan=True)
         first = 0
         for size in sizes:
             own = x[first : first + size]
@@ -227,7 +225,7 @@ def test_sizes_that_fit_no_rows(format: str, sizes: list[int]) -> None:
     x, splits = torch.randn(20, 24), torch.tensor(sizes)
     (y,) = meaning("quantize_dequantize_groups", [x], splits, format, "float32")
     assert y.shape == x.shape
-    (y,) = meaning("hadamard_columns_groups", x, x, splits)
+    (y,) = meaning("hadamard_columns", x, x, splits)
     assert y.shape == x.shape
 
 
@@ -283,8 +281,8 @@ def meanings(x: Tensor, splits: Tensor) -> Iterator[tuple[str, list[Any]]]:
     for format in ("e4m3", "e5m2"):
         arguments = [[x], scale, 0, splits, format, "float32"]
         yield "quantize_dequantize_groups_scaled", arguments
-    yield "hadamard_columns_groups", [x, x, splits]
-    yield "hadamard_columns", [x, x]
+    yield "hadamard_columns", [x, x, splits]
+    yield "hadamard_columns", [x, x, None]
 
 
 def test_no_meaning_reads_on_the_host() -> None:
@@ -303,7 +301,7 @@ def test_sizes_may_be_symbols(format: str) -> None:
 
     def run(x: Tensor, splits: Tensor) -> Tensor:
         (rounded,) = meaning("quantize_dequantize_groups", [x], splits, format, "float32")
-        return meaning("hadamard_columns_groups", x, rounded, splits)[0]
+        return meaning("hadamard_columns", x, rounded, splits)[0]
 
     x, splits = torch.randn(104, 72), torch.tensor([40, 0, 3, 57])
     graph = make_fx(run, tracing_mode="symbolic")(x, splits)

@@ -26,7 +26,7 @@ def rounded(tensor: Tensor, saved: str) -> Tensor:
     """What backward gets in its place."""
     codes, scale = torch.ops.transformer_ops.quantize(tensor, FORMATS[saved])
     dtype = str(tensor.dtype).removeprefix("torch.")
-    return plan_op("dequantize.saved")(tensor, codes, scale, FORMATS[saved], dtype)
+    return plan_op("dequantize.saved")(tensor, codes, scale, FORMATS[saved], dtype, None)
 
 
 def module_of(make: Callable[[], list[Any]], dtype: torch.dtype = torch.float32, **policies: Any):

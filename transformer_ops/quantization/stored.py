@@ -65,7 +65,7 @@ class _Codes(Tensor):
             return _Codes(args[0].weight, args[0].shape)
         if func is _ops.dequantize.default:
             return args[0]._numbers(args[3])
-        # dequantize.saved(%, %, %, "of its class", "bfloat16"), of a gradient, codes and scales
+        # dequantize.saved(%, %, %, "of its class", "bfloat16", none): a gradient, codes, scales
         if func is _ops.run_call.default and args[0].startswith("dequantize.saved("):
             return [args[1][1]._numbers(args[0].split('"')[-2])]
         raise NotImplementedError(

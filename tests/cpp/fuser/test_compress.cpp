@@ -48,7 +48,7 @@ forward Square ops=[1]
 backward Norm ops=[0]
   g0 = norm_backward(g1, s0.input, s0.rstd)
 backward Square ops=[1]
-  s1.input = dequantize.saved(g2, s1.input.codes, s1.input.scale, "int8 1x128", "float32")
+  s1.input = dequantize.saved(g2, s1.input.codes, s1.input.scale, "int8 1x128", "float32", none)
   g1 = square_backward(g2, s1.input)
 )");
   EXPECT_EQ(parse_plan(to_text(plan)), plan);
@@ -106,7 +106,7 @@ TEST(Compress, KeepsOneTensorOnce) {
   EXPECT_EQ(saved(plan), "s0.output.codes s0.output.scale s3.input.codes s3.input.scale ");
   EXPECT_NE(to_text(plan).find(R"(
 backward Square ops=[2]
-  s0.output = dequantize.saved(g3, s0.output.codes, s0.output.scale, "int8 1x128", "float32")
+  s0.output = dequantize.saved(g3, s0.output.codes, s0.output.scale, "int8 1x128", "float32", none)
   s2.input = s0.output
   g2 = square_backward(g3, s2.input)
 )"),
@@ -120,7 +120,7 @@ TEST(Compress, WhatIsComputedAgainIsComputedFromWhatIsDecoded) {
   EXPECT_EQ(saved(plan), "s0.input s1.input.codes s1.input.scale ");
   EXPECT_NE(to_text(plan).find(R"(
 backward Product ops=[2]
-  s1.input = dequantize.saved(g3, s1.input.codes, s1.input.scale, "int8 1x128", "float32")
+  s1.input = dequantize.saved(g3, s1.input.codes, s1.input.scale, "int8 1x128", "float32", none)
   x2 = recompute_square(g3, s1.input)
 )"),
             std::string::npos)
@@ -145,7 +145,7 @@ TEST(Compress, FeedsAPythonStepThroughItsSlots) {
   const Plan plan = make_plan(ops, key_of(ops, {SavedFormat::Int8}), take_last).plan;
   EXPECT_NE(to_text(plan).find(R"(
 backward Mine ops=[1] python=2
-  s1.input = dequantize.saved(g2, s1.input.codes, s1.input.scale, "int8 1x128", "float32")
+  s1.input = dequantize.saved(g2, s1.input.codes, s1.input.scale, "int8 1x128", "float32", none)
 )"),
             std::string::npos)
       << to_text(plan);

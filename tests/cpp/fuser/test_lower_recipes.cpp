@@ -150,9 +150,9 @@ backward Product ops=[0]
   t0.rounded_grad_output, t0.rounded_grad_output_scale = quantize_stochastic(g1, "nvfp4")
   t0.rounded_weight, t0.rounded_weight_scale = quantize_columns.saved(g1, s0.weight, "nvfp4 16x16")
   g0, t0.unused = product_backward_scaled(t0.rounded_grad_output, none, t0.rounded_weight, [true, false], t0.rounded_grad_output_scale, t0.rounded_weight_scale)
-  t0.turned_grad_output = hadamard_columns(g1, g1)
+  t0.turned_grad_output = hadamard_columns(g1, g1, none)
   t0.rounded_grad_output_columns, t0.rounded_grad_output_columns_scale = quantize_columns_stochastic(t0.turned_grad_output, "nvfp4 16x1")
-  t0.turned_input = hadamard_columns(g1, s0.input)
+  t0.turned_input = hadamard_columns(g1, s0.input, none)
   t0.rounded_input, t0.rounded_input_scale = quantize_columns.saved(g1, t0.turned_input, "nvfp4 16x1")
   t0.unused, dp0.weight = product_backward_scaled(t0.rounded_grad_output_columns, t0.rounded_input, none, [false, true], t0.rounded_grad_output_columns_scale, t0.rounded_input_scale)
 )");

@@ -30,7 +30,7 @@ forward Product ops=[1]
 backward Square ops=[0]
   g0 = square_backward(g1, s0.input)
 backward Product ops=[1]
-  t1.weight = dequantize.saved(g2, p1.weight.codes, p1.weight.scale, "mx e4m3", "float32")
+  t1.weight = dequantize.saved(g2, p1.weight.codes, p1.weight.scale, "mx e4m3", "float32", none)
   g1, dp1.weight = product_backward(g2, s1.input, t1.weight, [true, true])
 )");
   EXPECT_NE(to_text(plan).find("\nparameters p1.weight p1.weight.codes p1.weight.scale\n"),

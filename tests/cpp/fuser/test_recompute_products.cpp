@@ -108,7 +108,7 @@ TEST(RecomputeProducts, AWeightIsDecodedAgain) {
   const Plan plan = toy::plan(ops, key);
   EXPECT_EQ(saved_slots(plan), "s0.input ");
   EXPECT_TRUE(contains(plan, R"(
-  t0.weight = dequantize.saved(g2, p0.weight.codes, p0.weight.scale, "mx e4m3", "float32")
+  t0.weight = dequantize.saved(g2, p0.weight.codes, p0.weight.scale, "mx e4m3", "float32", none)
   x1 = recompute_product(g2, s0.input, t0.weight)
 )")) << to_text(plan);
   EXPECT_EQ(parse_plan(to_text(plan)), plan);

@@ -18,7 +18,6 @@ using toy::steps_text;
   for (const char* target : {"recompute_norm", "recompute_square"}) {
     set_traits(target, {.rounds = true, .reads_first = false});
   }
-  set_traits("quantize_dequantize.saved", {.reads_first = false});
   return true;
 }();
 

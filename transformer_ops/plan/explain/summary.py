@@ -210,12 +210,7 @@ def _how(plan: Plan) -> str:
 
 
 _ENCODERS = {
-    "quantize",
-    "quantize.saved",
-    "quantize_stochastic",
-    "quantize_columns",
-    "quantize_columns.saved",
-    "quantize_columns_stochastic",
+    name + way for name in ("quantize", "quantize_columns") for way in ("", "_stochastic", ".saved")
 }
 
 
