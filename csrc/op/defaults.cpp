@@ -103,28 +103,22 @@ TypedOp default_backward(const OpDeclaration& row, const TypedOp& forward) {
   const Schema schema = parse_schema(forward.schema);
   Backward backward{.forward = forward};
   complete(backward.forward);
-  std::string arguments = "Tensor grad_output", results;
-  size_t place = 1;
+  Schema made{.name = schema.name + "_backward", .arguments = {{"Tensor", "grad_output"}}};
   for (const Schema::Field& field : schema.arguments) {
     backward.is_switch.push_back(is_switch(field));
     if (is_switch(field)) continue;
     check_is_kept(row, schema.name, field);
-    arguments += ", " + field.type + " " + field.name;
     if (takes_gradient(row, field)) {
-      results += (results.empty() ? "" : ", ") +
-                 std::string(is_list(field) ? "Tensor[]" : "Tensor") + " grad_" + field.name;
-      backward.gradients.push_back({place, field.name, is_list(field)});
+      made.results.push_back({is_list(field) ? "Tensor[]" : "Tensor", "grad_" + field.name});
+      backward.gradients.push_back({made.arguments.size(), field.name, is_list(field)});
     }
-    ++place;
+    made.arguments.push_back({field.type, field.name});
   }
   const size_t count = backward.gradients.size();
   backward.has_mask = count > 1;
-  if (count > 1) {
-    arguments += ", bool[" + std::to_string(count) + "] output_mask";
-    results = "(" + results + ")";
-  }
+  if (count > 1) made.arguments.push_back({"bool[" + std::to_string(count) + "]", "output_mask"});
   Products products = products_behind(forward.products, backward.gradients);
-  return {.schema = schema.name + "_backward(" + arguments + ") -> " + results,
+  return {.schema = to_text(made),
           .shape = ShapeRule::of_values(
               [backward = std::move(backward)](const Checks& check, Values values) {
                 return backward.shape(check, values);

@@ -94,17 +94,14 @@ class RoundedOp {
   }
 
   std::string schema() const {
-    const Schema parsed = parse_schema(op_.schema);
-    const size_t open = op_.schema.find('('), arrow = op_.schema.rfind(") ->");
-    std::string arguments = op_.schema.substr(open, arrow - open);
-    for (const auto& [type, name] : rounding_.arguments) arguments += ", " + type + " " + name;
-    std::string results;
-    for (const auto& [type, name] : parsed.results) results += type + " " + name + ", ";
+    Schema schema = parse_schema(op_.schema);
+    schema.name += rounding_.suffix;
+    std::ranges::copy(rounding_.arguments, std::back_inserter(schema.arguments));
+    const std::string first = schema.results[0].name;
     for (const std::string& name : rounding_.results) {
-      const bool is_last = &name == &rounding_.results.back();
-      results += "Tensor " + parsed.results[0].name + "_" + name + (is_last ? "" : ", ");
+      schema.results.push_back({"Tensor", first + "_" + name});
     }
-    return parsed.name + rounding_.suffix + arguments + ") -> (" + results + ")";
+    return to_text(schema);
   }
 
   TensorSpecs shape(const Checks& check, Values values) const {

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <map>
 #include <mutex>
-#include <regex>
 
 #include "fuser/fork_safe_mutex.h"
 #include "fuser/schema.h"
@@ -11,24 +10,22 @@
 namespace transformer_ops {
 namespace {
 
-std::string schema_of(const std::string& base, Form form, std::string schema) {
-  const auto replace = [&](std::string_view from, const std::string& to) {
-    const size_t at = schema.find(from);
-    TORCH_INTERNAL_ASSERT(at != std::string::npos, "'", from, "' in ", schema);
-    schema.replace(at, from.size(), to);
-  };
-  replace(base, name_of(base, form));
-  if (form.is_scaled) replace(") ->", ", Tensor? left_scale, Tensor? right_scale) ->");
-  if (!form.is_into) return schema;
-  const std::string result = ", Tensor[] grad_weight";
-  const bool is_list = schema.find(result) != std::string::npos;
-  replace(") ->", is_list ? ", Tensor(a!)[] main_grad, bool overwrite) ->"
-                          : ", Tensor(a!) main_grad, bool overwrite) ->");
-  replace(is_list ? result : ", Tensor grad_weight", "");
-  // torch cannot functionalize an op that writes to an argument and returns lists.
-  const std::regex lists(", Tensor\\[\\] grad_\\w+");
-  const size_t results = schema.find("->");
-  return schema.substr(0, results) + std::regex_replace(schema.substr(results), lists, "");
+std::string schema_of(const std::string& base, Form form, Schema schema) {
+  schema.name = name_of(base, form);
+  auto &arguments = schema.arguments, &results = schema.results;
+  if (form.is_scaled) {
+    arguments.insert(arguments.end(), {{"Tensor?", "left_scale"}, {"Tensor?", "right_scale"}});
+  }
+  if (form.is_into) {
+    const auto weight = std::ranges::find(results, "grad_weight", &Schema::Field::name);
+    TORCH_INTERNAL_ASSERT(weight != results.end(), "'grad_weight' in ", to_text(schema));
+    const std::string type = weight->type == "Tensor[]" ? "Tensor(a!)[]" : "Tensor(a!)";
+    arguments.insert(arguments.end(), {{type, "main_grad"}, {"bool", "overwrite"}});
+    results.erase(weight);
+    // torch cannot functionalize an op that writes to an argument and returns lists.
+    std::erase_if(results, [](const Schema::Field& field) { return field.type == "Tensor[]"; });
+  }
+  return to_text(schema);
 }
 
 std::vector<std::string> taken_as_they_are(const TypedOp& op) {
@@ -65,7 +62,7 @@ Variant::Variant(const TypedOp& typed_op, const std::string& base_name, Form its
     : op(typed_op),
       base(base_name),
       name(name_of(base_name, its_form)),
-      schema(schema_of(base_name, its_form, op.schema)),
+      schema(schema_of(base_name, its_form, parse_schema(op.schema))),
       arguments(parse_schema(schema).arguments.size()),
       signature(schema, taken_as_they_are(op)),
       form(its_form) {
