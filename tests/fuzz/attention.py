@@ -144,7 +144,7 @@ class Case:
             return self.x
         codes, scale = torch.ops.transformer_ops.quantize(self.x, CODES[self.saved])
         dtype = str(self.dtype).removeprefix("torch.")
-        return plan_op("dequantize.saved")(self.x, codes, scale, CODES[self.saved], dtype)
+        return plan_op("dequantize.saved")(self.x, codes, scale, CODES[self.saved], dtype, None)
 
 
 class Reference(NamedTuple):
