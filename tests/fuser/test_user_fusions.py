@@ -321,8 +321,9 @@ def test_several_fused_ops_share_a_channel_with_native_ones(x):
 
         def fuser_backward(self, basic_op_ctxs, grad_output, *, basic_op_grad_extra_outputs):
             x, weight = basic_op_ctxs[0].saved_tensors
-            grad_weight = grad_output.reshape(-1, 6).T @ x.reshape(-1, 6)
-            return grad_output @ weight, [(grad_weight,), ()], [(), (grad_output,)]
+            grad = grad_output.to(weight.dtype)  # the sum may have that of the extra input
+            grad_weight = grad.reshape(-1, 6).T @ x.reshape(-1, 6)
+            return grad @ weight, [(grad_weight,), ()], [(), (grad_output,)]
 
     def ops():
         return [

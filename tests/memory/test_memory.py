@@ -435,8 +435,9 @@ for megabytes in range(0, 400, 8):
         ours = "[memory] tensor must fit into memory, got"
         if isinstance(error, torch.OutOfMemoryError):
             assert str(error).startswith(ours), error
-        else:  # what torch itself asked for
-            assert "DefaultCPUAllocator: can't allocate memory" in str(error), error
+        else:  # what torch itself asked for, or a few bytes of the C heap, which trim() has emptied
+            own = ("DefaultCPUAllocator: can't allocate memory", "std::bad_alloc")
+            assert any(text in str(error) for text in own), error
         error.__traceback__ = None
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (-1, -1))
