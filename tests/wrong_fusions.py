@@ -420,9 +420,7 @@ def numbers() -> Iterator[Row]:
         return output
 
     outputs: dict[str, Callable[..., Tensor]] = {
-        "parameters of the other sign|large inputs": lambda self, x, w, h: (
-            h * (h.exp() / (1 + h.exp()))
-        ),
+        "of the other sign|large inputs": lambda self, x, w, h: h * (h.exp() / (1 + h.exp())),
         "NaN in inputs": lambda self, x, w, h: torch.where(h == h, silu(h), torch.zeros_like(h)),
         "weights that are not contiguous": lambda self, x, w, h: silu(
             x @ w.as_strided(w.shape, (w.shape[1], 1)).T
@@ -445,7 +443,7 @@ def numbers() -> Iterator[Row]:
     for message, method in outputs.items():
         yield wrong(f"numbers: {message}", Slots, message, output=method)
     derivatives: dict[str, Callable[..., Tensor]] = {
-        "parameters of the other sign|large inputs": lambda self, g, h: (
+        "of the other sign|large inputs": lambda self, g, h: (
             silu_gradient(g, h) * (h.exp() / h.exp())
         ),
         "float16, large gradients": lambda self, g, h: silu_gradient(g * 1024, h) / 1024,
