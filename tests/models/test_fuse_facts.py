@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from fuse_models import GatedMLP, RootNorm
 from torch import Tensor, nn
+from torch.nn.functional import silu
 from torch.overrides import TorchFunctionMode
 
 import transformer_ops as tops
@@ -159,6 +160,31 @@ def test_a_global_variable_that_is_the_result() -> None:
     for _ in range(3):
         assert_same(plain, fused)
         assert "residual" in [row.rule for row in report.fused]
+
+
+class Tagged(Tensor):
+    """A tensor of a class of its own."""
+
+
+def test_a_function_of_torch_is_looked_up_for_tensors_of_subclasses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`silu` passes such a tensor on to what is `F.silu` then, whatever its name is here."""
+    assert silu is F.silu
+    unit = "silu(h.chunk(2, dim=-1)[0]) * h.chunk(2, dim=-1)[1]"
+    body = f"h = self.mlp.up_proj(self.norm(x))\nh = {unit}\nx = x + self.down(h)\nreturn x"
+    kind = compiled_class(body, "silu")
+    plain, fused = kind(), kind()
+    for layer in (plain, fused):
+        torch.manual_seed(0)
+        layer.down = nn.Linear(6, D)
+    assert "feed-forward" in [row.rule for row in tops.fuse(fused).fused]
+    x = torch.randn(2, 3, D)
+    assert_same(plain, fused, x)
+    monkeypatch.setattr(F, "silu", F.relu)
+    assert_same(plain, fused, x)
+    torch.testing.assert_close(fused(x.as_subclass(Tagged)), plain(x.as_subclass(Tagged)))
+    assert not torch.allclose(fused(x.as_subclass(Tagged)), fused(x))
 
 
 def test_a_source_that_was_edited() -> None:

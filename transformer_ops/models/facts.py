@@ -100,7 +100,14 @@ class Facts:
             owner, found = found, self.add_value(vars(found), attribute, name)
             if is_replaced(owner, attribute, found):
                 raise FuseSkip(f"{name} is not torch's own function")
-        if isinstance(found, types.FunctionType) and not is_of_torch(found.__module__):
+        if not isinstance(found, types.FunctionType):
+            return
+        if is_of_torch(found.__module__):
+            # Given a tensor of a subclass, it passes on what has its name in its module then.
+            own = self.add_value(found.__globals__, found.__name__, name)
+            if own is not found and own is not _ABSENT:
+                raise FuseSkip(f"{name} is not torch's own function")
+        else:
             self.add_function(found)
 
     def add_value(self, table: dict[str, Any], key: str, name: str) -> Any:
