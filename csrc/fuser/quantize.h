@@ -23,8 +23,8 @@ inline std::string_view without_saved(std::string_view target) {
 }
 // The op that rounds to values of codes, and also returns the scale that decodes them.
 inline constexpr const char* kRoundValues = "quantize_values";
-// The suffix of an op that takes scales: a product those of its operands, one that rounds a scale
-// that is a state. The latter also returns the largest magnitude.
+// The suffix of an op that takes scales. A product takes those of its operands. An op that rounds
+// takes a scale that is a state, and also returns the largest magnitude.
 inline constexpr const char* kScaled = "_scaled";
 
 // A parameter that is stored quantized is decoded where a step reads it, and again in backward:

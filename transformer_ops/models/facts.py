@@ -103,7 +103,7 @@ class Facts:
         if not isinstance(found, types.FunctionType):
             return
         if is_of_torch(found.__module__):
-            # Given a tensor of a subclass, it passes on what has its name in its module then.
+            # For a tensor of a subclass the function passes on what its module has by its name.
             own = self.add_value(found.__globals__, found.__name__, name)
             if own is not found and own is not _ABSENT:
                 raise FuseSkip(f"{name} is not torch's own function")

@@ -146,7 +146,7 @@ class FusedModule(nn.Module):
         else:
             region = self._regions()[i]
             is_open = region.is_open(self)
-        # Asked last: it may read properties, which run code of a model that has changed.
+        # The condition is asked last: it may read properties, which run code of a changed model.
         condition = self._tops_conditions[i]
         if not is_open or (condition is not None and not condition(self, input)):
             return None

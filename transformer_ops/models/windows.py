@@ -123,7 +123,7 @@ def _obstacle(
         reader = next(one for one in behind if kept[0] in reads_in(one))
         return f"{kept[0]} is read by {_quoted(reader)}"
     given = set(variables_in(value.expression, ast.Load)) & {*code.co_varnames}
-    # Ops read all variables first, and those that are deleted raise there.
+    # Ops read their variables before anything runs, so a deleted one would raise too early.
     for node in deletions:
         if not given.isdisjoint(variables_in(node, ast.Del)) and not _is_in(node, behind):
             return f"{_quoted(node)} deletes what they read"
