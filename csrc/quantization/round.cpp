@@ -2,7 +2,8 @@
 // - quantize_dequantize rounds to numbers.
 // - quantize_values rounds to the values of codes, and returns a scale that decodes them. The
 //   values are exact in bfloat16, so a product can take them and multiply its result by the
-//   scales. If that scale is the only one, the result may be codes, for devices that multiply codes.
+//   scales. If that scale is the only one, the result may be codes, for devices that multiply
+//   codes.
 // - quantize_dequantize_groups rounds the operands of grouped products. Each group is a tensor of
 //   its own, so no block and no scale spans two groups.
 // <op>_stochastic rounds up or down at random. <op>_scaled rounds by a scale of delayed scaling,
