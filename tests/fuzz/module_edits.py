@@ -204,6 +204,7 @@ HANDLES and HANDLES.pop().remove()
 HANDLES and HANDLES.pop(0).remove()
 first(m, nn.Sequential).append(Doubled())
 first(m, nn.Sequential).append(nn.ReLU())
+first(m, nn.Sequential).append(first(m, nn.Sequential)[0])
 del first(m, nn.Sequential)[0]
 del first(m, nn.Sequential)[-1]
 first(m, nn.Sequential)[-1] = nn.Tanh()

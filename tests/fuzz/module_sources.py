@@ -86,7 +86,7 @@ ODD_ACTS += ["CallsAct(helper)", "F.silu", "F.gelu", "helper", "ACTS['silu']"]
 MODULES = ["MLP()", "GatedMLP()", "GatedMLP(nn.GELU(), True)", "NotedMLP()", "MLP(nn.Tanh())"]
 MODULES += ["nn.Sequential(nn.LayerNorm(D), nn.Linear(D, H), nn.GELU(), nn.Linear(H, D))"]
 MODULES += ["nn.Sequential(nn.Linear(D, D), nn.ReLU())", "nn.Sequential(nn.Linear(D, D))"]
-MODULES += ["nn.Sequential()", "Doubled()"]
+MODULES += ["nn.Sequential()", "Doubled()", "nn.Sequential(*[nn.Linear(D, D), nn.SiLU()] * 2)"]
 KINDS: dict[str, tuple[list[str], list[str]]] = {
     "norm": (NORMS, ODD_NORMS),
     "lin": (

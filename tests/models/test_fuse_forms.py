@@ -311,6 +311,25 @@ def test_numbers_that_are_integers() -> None:
     torch.testing.assert_close(results(fused), results(norm), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("steps", [(0, 1, 0, 1), (0, 0), (2, 0, 1, 1), (3, 1, 3)])
+def test_steps_of_a_sequential_that_are_one_module(steps: tuple[int, ...]) -> None:
+    nested = nn.Sequential(nn.Linear(16, 16), nn.Tanh())
+    modules = (nn.Linear(16, 16), nn.GELU(), nn.LayerNorm(16), nested)
+    plain = OneLine()
+    plain.down = nn.Sequential(nn.Linear(24, 16), *(modules[step] for step in steps))
+    module = copy.deepcopy(plain)
+    assert fused_rules(tops.fuse(module)) == ({"residual": 1} if 3 not in steps else {})
+    torch.testing.assert_close(results(module), results(plain), rtol=1e-4, atol=1e-5)
+
+
+def test_a_step_of_a_sequential_that_is_none_fails_as_before() -> None:
+    plain = OneLine()
+    plain.down = nn.Sequential(nn.Linear(24, 16), None)  # type: ignore[call-overload]
+    tops.fuse(plain)
+    with pytest.raises(TypeError, match="'NoneType' object is not callable"):
+        plain(torch.randn(3, 16))
+
+
 class Branches(Form):
     """Only one of the sums runs: attributes decide which one."""
 

@@ -273,7 +273,11 @@ def part(module: nn.Module) -> list[FusibleOperation]:
     if is_torch(module, nn.Identity):
         return []
     if is_torch(module, nn.Sequential):
-        return [op for inner in module.children() for op in part(inner)]
+        # `children()` gives a module only once, and leaves out None.
+        steps = module._modules.values()
+        if None in steps:
+            raise FuseSkip("a step of its Sequential is None")
+        return [op for inner in steps for op in part(inner)]
     try:
         return [view(module)]
     except ValueError as error:
