@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from fuse_models import RootNorm, fused_rules
+from timm.layers import DropPath
 from torch import Tensor, nn
 
 import transformer_ops as tops
@@ -309,6 +310,28 @@ def test_numbers_that_are_integers() -> None:
     norm, fused = (nn.RMSNorm(16, eps=1) for _ in range(2))
     tops.fuse(fused, strict=True)
     torch.testing.assert_close(results(fused), results(norm), rtol=1e-4, atol=1e-5)
+
+
+class OnRows(Form):
+    """The steps see rows, whatever the shape of the input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, x.size(-1))
+        rows = (rows + self.drop(self.down(self.act(self.up(self.norm(rows)))))).view(x.shape)
+        return rows
+
+
+def test_steps_of_rows() -> None:
+    """A norm of several rows, or a path that is dropped for a sample, sees others in a tensor."""
+    module = OnRows()
+    assert fused_rules(tops.fuse(module)) == {"residual": 1}
+    torch.testing.assert_close(module(torch.ones(2, 3, 16)), OnRows()(torch.ones(2, 3, 16)))
+    for name, part in (("norm", nn.LayerNorm((3, 16))), ("drop", DropPath(0.9))):
+        module = OnRows()
+        setattr(module, name, part)
+        report = tops.fuse(module)
+        assert fused_rules(report) == {}
+        assert "of rows is not what ops" in report.skipped[0].reason
 
 
 @pytest.mark.parametrize("steps", [(0, 1, 0, 1), (0, 0), (2, 0, 1, 1), (3, 1, 3)])

@@ -182,6 +182,9 @@ def test_attributes_are_those_of_the_module() -> None:
     plain.eval()
     assert_same(plain, block)
     assert block.train()[3].training is False
+    plain.act.approximate = "exact"
+    with pytest.raises(ValueError, match=r"\[GELU\] approximate must be 'none' or 'tanh', got 'ex"):
+        block(rows())
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -268,16 +268,20 @@ def ops_of_method(module: nn.Module, name: str) -> list[FusibleOperation]:
     return ops_of(module, steps)
 
 
+def _steps_of(sequential: nn.Module) -> Iterator[nn.Module]:
+    """`children()` would give a module only once, and leave out None."""
+    for step in sequential._modules.values():
+        if step is None:
+            raise FuseSkip("a step of its Sequential is None")
+        yield step
+
+
 def part(module: nn.Module) -> list[FusibleOperation]:
     """The ops of a submodule. FuseSkip for one that is not known."""
     if is_torch(module, nn.Identity):
         return []
     if is_torch(module, nn.Sequential):
-        # `children()` gives a module only once, and leaves out None.
-        steps = module._modules.values()
-        if None in steps:
-            raise FuseSkip("a step of its Sequential is None")
-        return [op for inner in steps for op in part(inner)]
+        return [op for inner in _steps_of(module) for op in part(inner)]
     try:
         return [view(module)]
     except ValueError as error:

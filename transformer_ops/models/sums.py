@@ -8,7 +8,10 @@ from typing import Any
 from torch import nn
 
 from ..ops.add_extra_input import AddExtraInput
+from ..ops.attention import Attention
+from ..ops.drop_path import DropPath
 from ..ops.make_extra_output import MakeExtraOutput
+from ..ops.norm import LayerNorm, RMSNorm
 from .attention import find_attention
 from .attention_forms import names_around
 from .parts import count_products, ops_of, part
@@ -28,8 +31,12 @@ def _end(channel: str = _CHANNEL) -> nn.Module:
 
 
 def _steps(module: Any, names: Names, name: str, products: int = 0) -> Sequence[nn.Module]:
-    """The ops of steps with at least so many products."""
-    if name not in names:
+    """The ops of steps with at least so many products. They may be written for the rows of a
+    tensor, while ops take it as it is."""
+    on_rows = f"{name}_on_rows" in names
+    if on_rows:
+        name += "_on_rows"
+    elif name not in names:
         return []
     steps: Any = names[name]
     try:
@@ -41,7 +48,16 @@ def _steps(module: Any, names: Names, name: str, products: int = 0) -> Sequence[
         raise
     if count_products(found) < products:
         raise FuseUnfit(f"{steps} has fewer than {products} products")
+    if on_rows and not all(map(_computes_rows_alone, found)):
+        raise FuseSkip(f"{steps} of rows is not what ops of the whole tensor compute")
     return found
+
+
+def _computes_rows_alone(op: nn.Module) -> bool:
+    """Whether a row of the result depends on one row, however many dimensions a tensor has."""
+    if isinstance(op, LayerNorm | RMSNorm):
+        return len(op.normalized_shape) == 1
+    return not isinstance(op, Attention | DropPath)
 
 
 # ---- without a sum
@@ -110,7 +126,7 @@ def _residual_and_norm(module: Any, names: Names) -> Sequence[nn.Module]:
 # On all rows at once, as OPT writes it, or on the tensor as it is.
 _ROWS = """
 Y = H.reshape(-1, H.size(-1))
-Y = (Y + any_steps(Y)).view(H.shape)
+Y = (Y + any_steps_on_rows(Y)).view(H.shape)
 H = {}
 """
 register_fuse_rule("residual", ("H = H + any_steps(H)", _ROWS.format("Y")), _residual)
@@ -148,7 +164,7 @@ register_fuse_rule(
         """
         Y = any_between(H + any_first(H))
         X = Y.reshape(-1, Y.size(-1))
-        H = any_after((X + any_second(X)).view(Y.shape))
+        H = any_after((X + any_second_on_rows(X)).view(Y.shape))
         """,
     ),
     _layer,

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..op.base import BasicOperation, FusibleOperation
 from ..op.borrowed import Borrowed, class_of, find_obstacle
+from ..op.checks import check_approximate
 from ..ops.activation import GELU, ReLU, SiLU
 from ..ops.basic_linear import BasicLinear
 from ..ops.bias import Bias
@@ -440,7 +441,7 @@ class BorrowedGELU(_BorrowedActivation, GELU):
 
     @property
     def approximate(self) -> str:  # type: ignore[override]
-        return self._parameter_owner.approximate  # type: ignore[return-value]
+        return check_approximate("GELU", "approximate", self._parameter_owner.approximate)
 
 
 class BorrowedSiLU(_BorrowedActivation, SiLU):
