@@ -20,6 +20,8 @@ TRANSFORMER_OPS_INLINE Ints round_to_int(Floats x) {
   return (Ints)_mm256_cvtps_epi32((__m256)x);
 #elif defined(__SSE2__)
   return (Ints)_mm_cvtps_epi32((__m128)x);
+#elif defined(__aarch64__)
+  return (Ints)vcvtnq_s32_f32((float32x4_t)x);
 #else
   return (Ints)(x + 0x1.8p23f) << 10 >> 10;
 #endif
@@ -79,6 +81,9 @@ TRANSFORMER_OPS_INLINE void store_bytes(uint8_t* p, Ints a, Ints b) {
   const __m128i bytes =
       E::kInteger ? _mm_packs_epi16(words, words) : _mm_packus_epi16(words, words);
   _mm_storel_epi64(reinterpret_cast<__m128i*>(p), bytes);
+#elif defined(__aarch64__)
+  const uint16x8_t words = vcombine_u16(vmovn_u32((uint32x4_t)a), vmovn_u32((uint32x4_t)b));
+  vst1_u8(p, vmovn_u16(words));
 #else
   constexpr int kLanes = kVectorBytes / 4;
   for (int i = 0; i < kLanes; ++i) {

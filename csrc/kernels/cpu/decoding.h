@@ -14,7 +14,7 @@ namespace encoding = transformer_ops::encoding;
 template <class E>
 constexpr float kDecodedUnit = 1.0f;
 
-#if defined(__AVX2__)
+#if defined(__AVX2__) || defined(__aarch64__)
 // E4M3 is decoded through float16, whose subnormal numbers cost nothing; E4M3's are among them.
 template <>
 constexpr float kDecodedUnit<encoding::E4M3> = 256.0f;
@@ -44,7 +44,7 @@ TRANSFORMER_OPS_INLINE CodeBytes look_up(const uint8_t* table, CodeBytes x) {
   return _mm256_shuffle_epi8(
       _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(table))), x);
 }
-#else
+#elif defined(__AVX2__)
 using CodeBytes = __m128i;
 using CodeWords = __m256i;
 TRANSFORMER_OPS_INLINE CodeBytes load_bytes(const uint8_t* p) {
@@ -65,6 +65,26 @@ TRANSFORMER_OPS_INLINE void ints_to_floats(CodeBytes x, Floats& a, Floats& b) {
 TRANSFORMER_OPS_INLINE CodeBytes look_up(const uint8_t* table, CodeBytes x) {
   return _mm_shuffle_epi8(_mm_load_si128(reinterpret_cast<const __m128i*>(table)), x);
 }
+#else
+using CodeBytes = uint8x8_t;
+using CodeWords = uint16x8_t;
+TRANSFORMER_OPS_INLINE CodeBytes load_bytes(const uint8_t* p) { return vld1_u8(p); }
+TRANSFORMER_OPS_INLINE CodeBytes load_half(const uint8_t* p) {
+  return vcreate_u8(load_unaligned<uint32_t>(p));
+}
+TRANSFORMER_OPS_INLINE CodeWords widen(CodeBytes x) { return (CodeWords)vmovl_s8((int8x8_t)x); }
+TRANSFORMER_OPS_INLINE void halves_to_floats(CodeWords x, Floats& a, Floats& b) {
+  a = (Floats)vcvt_f32_f16(vreinterpret_f16_u16(vget_low_u16(x)));
+  b = (Floats)vcvt_f32_f16(vreinterpret_f16_u16(vget_high_u16(x)));
+}
+TRANSFORMER_OPS_INLINE void ints_to_floats(CodeBytes x, Floats& a, Floats& b) {
+  const auto words = (int16x8_t)widen(x);
+  a = (Floats)vcvtq_f32_s32(vmovl_s16(vget_low_s16(words)));
+  b = (Floats)vcvtq_f32_s32(vmovl_s16(vget_high_s16(words)));
+}
+TRANSFORMER_OPS_INLINE CodeBytes look_up(const uint8_t* table, CodeBytes x) {
+  return vqtbl1_u8(vld1q_u8(table), x);
+}
 #endif
 
 struct NormalFloats {
@@ -74,6 +94,7 @@ struct NormalFloats {
   }
 };
 inline constexpr NormalFloats kNormalFloats;
+#if defined(__AVX2__)
 TRANSFORMER_OPS_INLINE Floats look_up_normal(__m128i codes) {
 #if defined(__AVX512F__)
   return (Floats)_mm512_maskz_permutexvar_ps(0xffff, _mm512_maskz_cvtepu8_epi32(0xffff, codes),
@@ -87,6 +108,14 @@ TRANSFORMER_OPS_INLINE Floats look_up_normal(__m128i codes) {
   return (Floats)_mm256_blendv_ps(half(0), half(8), is_upper);
 #endif
 }
+#else
+TRANSFORMER_OPS_INLINE Floats look_up_normal(uint16x4_t codes) {
+  // Four bytes of each number.
+  const auto table = vld1q_u8_x4(reinterpret_cast<const uint8_t*>(kNormalFloats.numbers));
+  const uint32x4_t first = vmovl_u16(codes) * 0x04040404u + 0x03020100u;
+  return (Floats)vqtbl4q_u8(table, (uint8x16_t)first);
+}
+#endif
 
 // The upper bytes of the sixteen E2M1 numbers in float16.
 alignas(16) constexpr uint8_t kUpperBytes[16] = {0x00, 0x38, 0x3c, 0x3e, 0x40, 0x42, 0x44, 0x46,
@@ -101,6 +130,10 @@ TRANSFORMER_OPS_INLINE void decode_two(CodeBytes bytes, Floats& a, Floats& b) {
 #if defined(__AVX512F__)
     a = look_up_normal(_mm256_castsi256_si128(bytes));
     b = look_up_normal(_mm256_extracti128_si256(bytes, 1));
+#elif defined(__aarch64__)
+    const CodeWords words = vmovl_u8(bytes);
+    a = look_up_normal(vget_low_u16(words));
+    b = look_up_normal(vget_high_u16(words));
 #else
     a = look_up_normal(bytes);
     b = look_up_normal(_mm_srli_si128(bytes, 8));
@@ -209,7 +242,7 @@ TRANSFORMER_OPS_INLINE void decode_bytes(const uint8_t* codes, T* out, int64_t n
     }
     return;
   } else {
-#if defined(__AVX2__)
+#if defined(__AVX2__) || defined(__aarch64__)
     constexpr int64_t kLanes = Vec<T>::kLanes;
 #if defined(__AVX512F__)
     if constexpr (__is_same(T, BFloat16) && kShifts<E>) {
@@ -250,7 +283,7 @@ TRANSFORMER_OPS_INLINE void decode_bytes(const uint8_t* codes, T* out, int64_t n
       out[i] = static_cast<double>(encoding::decode<E>(codes[i])) * static_cast<double>(scales[i]);
     }
   } else {
-#if defined(__AVX2__)
+#if defined(__AVX2__) || defined(__aarch64__)
     constexpr int64_t kLanes = Vec<T>::kLanes;
     const auto unit = [&](int64_t j) { return load(scales + j).native * kDecodedUnit<E>; };
     for (; fits && i + 2 * kLanes <= n; i += 2 * kLanes) {
@@ -266,7 +299,7 @@ TRANSFORMER_OPS_INLINE void decode_bytes(const uint8_t* codes, T* out, int64_t n
 // Can scales be multiplied by the factor that decode_two() omits?
 template <class E>
 TRANSFORMER_OPS_INLINE bool decodes_by_vectors([[maybe_unused]] float scale) {
-#if defined(__AVX2__)
+#if defined(__AVX2__) || defined(__aarch64__)
   return !(scale * kDecodedUnit<E> > encoding::kMost);
 #else
   return true;

@@ -66,6 +66,13 @@ TRANSFORMER_OPS_INLINE Comparison compare(const uint16_t* piece, uint16_t bound)
     result.above |= static_cast<uint64_t>(~_mm_movemask_epi8(not_above) & 0xffff) << i;
     result.equal |= static_cast<uint64_t>(_mm_movemask_epi8(equal)) << i;
   }
+#elif defined(__aarch64__)
+  const uint16x8_t bounds = vdupq_n_u16(bound), bit = {1, 2, 4, 8, 16, 32, 64, 128};
+  for (int i = 0; i < 64; i += 8) {
+    const uint16x8_t v = vld1q_u16(piece + i);
+    result.above |= static_cast<uint64_t>(vaddvq_u16(vcgtq_u16(v, bounds) & bit)) << i;
+    result.equal |= static_cast<uint64_t>(vaddvq_u16(vceqq_u16(v, bounds) & bit)) << i;
+  }
 #else
   for (int i = 0; i < 64; ++i) {
     result.above |= static_cast<uint64_t>(piece[i] > bound) << i;

@@ -94,6 +94,12 @@ TRANSFORMER_OPS_INLINE uint64_t bits_of(Mask<A> mask) {
   } else {
     return static_cast<uint64_t>(_mm_movemask_pd((__m128d)mask.native));
   }
+#elif defined(__aarch64__)
+  if constexpr (sizeof(A) == 4) {
+    return vaddvq_u32((uint32x4_t)(mask.native & Ints{1, 2, 4, 8}));
+  } else {
+    return vaddvq_u64((uint64x2_t)(mask.native & Longs{1, 2}));
+  }
 #else
   uint64_t bits = 0;
   for (int i = 0; i < kVectorBytes / static_cast<int>(sizeof(A)); ++i) {

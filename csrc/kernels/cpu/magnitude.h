@@ -44,6 +44,10 @@ TRANSFORMER_OPS_INLINE uint32_t largest_lane(__m256i x, Bit bit) {
   return largest_lane((__m128i)larger(low, high), bit);
 }
 #endif
+#if defined(__aarch64__)
+TRANSFORMER_OPS_INLINE uint32_t largest_lane(uint16x8_t x, uint16_t) { return vmaxvq_u16(x); }
+TRANSFORMER_OPS_INLINE uint32_t largest_lane(uint32x4_t x, uint32_t) { return vmaxvq_u32(x); }
+#endif
 #if defined(__AVX512F__)
 template <class Bit>
 TRANSFORMER_OPS_INLINE uint32_t largest_lane(__m512i x, Bit bit) {
@@ -76,6 +80,8 @@ TRANSFORMER_OPS_INLINE uint32_t largest_magnitude(const T* x, int64_t n) {
     best = largest_lane((__m512i)first, Bit());
 #elif defined(__AVX2__)
     best = largest_lane((__m256i)first, Bit());
+#elif defined(__aarch64__)
+    best = largest_lane(first, Bit());
 #else
     for (int64_t lane = 0; lane < kLanes; ++lane) best = first[lane] > best ? first[lane] : best;
 #endif

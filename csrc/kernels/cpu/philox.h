@@ -6,6 +6,8 @@
 
 #if defined(__SSE2__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 namespace transformer_ops::cpu {
@@ -31,6 +33,8 @@ TRANSFORMER_OPS_INLINE PhiloxLanes multiply(PhiloxLanes a, uint32_t b) {
   return (PhiloxLanes)_mm256_mul_epu32((__m256i)a, _mm256_set1_epi64x(b));
 #elif defined(__SSE2__)
   return (PhiloxLanes)_mm_mul_epu32((__m128i)a, _mm_set1_epi64x(b));
+#elif defined(__aarch64__)
+  return vmull_u32(vmovn_u64(a), vdup_n_u32(b));
 #else
   return (a & 0xffffffffu) * static_cast<uint64_t>(b);
 #endif

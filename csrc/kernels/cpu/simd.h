@@ -8,6 +8,8 @@
 
 #if defined(__SSE2__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 namespace transformer_ops::cpu {
@@ -137,6 +139,13 @@ TRANSFORMER_OPS_INLINE Vec<T> load(const T* p, AllLanes = {}) {
     } else {
       return {(Floats)((Ints)_mm256_cvtepu16_epi32(half) << 16)};
     }
+#elif defined(__aarch64__)
+    const auto half = load_unaligned<uint16x4_t>(p);
+    if constexpr (__is_same(T, Half)) {
+      return {(Floats)vcvt_f32_f16(vreinterpret_f16_u16(half))};
+    } else {
+      return {(Floats)vshll_n_u16(half, 16)};
+    }
 #else
     alignas(kVectorBytes) float lanes[Vec<T>::kLanes];
     for (int i = 0; i < Vec<T>::kLanes; ++i) lanes[i] = to_float(p[i]);
@@ -203,6 +212,18 @@ TRANSFORMER_OPS_INLINE Ints round_to_bfloat16(Floats x) {
 }
 
 #endif
+
+#elif defined(__aarch64__)
+
+TRANSFORMER_OPS_INLINE uint16x4_t to_short(Floats x, Half) {
+  return vreinterpret_u16_f16(vcvt_f16_f32((float32x4_t)x));
+}
+// The bfloat16 nearest to each number, ties to even. NaN stays one, and quiet.
+TRANSFORMER_OPS_INLINE uint16x4_t to_short(Floats x, BFloat16) {
+  const Ints bits = (Ints)x, odd = (bits >> 16) & 1;
+  return vshrn_n_u32((uint32x4_t)(x == x ? bits + 0x7fff + odd : bits | 0x400000), 16);
+}
+
 #endif
 
 // `stream` bypasses the caches; p must then be aligned to a vector.
@@ -247,6 +268,8 @@ TRANSFORMER_OPS_INLINE void store_two(T* p, Vec<T> a, Vec<T> b, bool stream) {
       const __m256i both = _mm256_packus_epi32(low, high);
       store_native(p, _mm256_permute4x64_epi64(both, 0xd8), stream);
     }
+#elif defined(__aarch64__)
+    store_native(p, vcombine_u16(to_short(a.native, T()), to_short(b.native, T())), stream);
 #else
     alignas(kVectorBytes) float lanes[2 * Vec<T>::kLanes];
     store_acc<T>(lanes, a);
