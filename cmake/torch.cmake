@@ -11,8 +11,7 @@ set(torch_info ${PROJECT_BINARY_DIR}/torch_info.cmake)
 execute_process(COMMAND ${Python_EXECUTABLE} ${CMAKE_CURRENT_LIST_DIR}/torch_info.py
                 OUTPUT_FILE ${torch_info} ERROR_VARIABLE torch_error RESULT_VARIABLE torch_result)
 if(NOT torch_result EQUAL 0)
-  message(FATAL_ERROR "${Python_EXECUTABLE} cannot find torch: install torch >= 2.11 there "
-                      "first\n${torch_error}")
+  message(FATAL_ERROR "${torch_error}")
 endif()
 include(${torch_info})
 if(TORCH_VERSION VERSION_LESS 2.11)

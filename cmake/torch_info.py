@@ -5,13 +5,16 @@ may be missing.
 """
 
 import runpy
+import sys
 import sysconfig
 from importlib.util import find_spec
 from pathlib import Path
 
-found = find_spec("torch")
+python, found = sys.executable, find_spec("torch")
 if found is None or found.origin is None:
-    raise SystemExit("No module named 'torch'")
+    raise SystemExit(f"{python} must have torch >= 2.11, got none: install it there first")
+if sysconfig.get_config_var("Py_GIL_DISABLED"):
+    raise SystemExit(f"{python} must be a Python with the global lock, got a free-threaded one")
 torch = Path(found.origin).parent
 version = runpy.run_path(str(torch / "version.py"))
 include = torch / "include"

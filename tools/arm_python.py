@@ -12,8 +12,8 @@ import shutil
 import sys
 from pathlib import Path
 
+from build_wheel import Build, pinned
 from cmake_build import (
-    ARM,
     ARM_FOLDER,
     ARM_WITHOUT_TORCH,
     ROOT,
@@ -25,14 +25,15 @@ from cmake_build import (
 )
 
 FOLDER = ROOT / "build/aarch64-python"
-SYSTEM, SITE, TREE = FOLDER / "system", FOLDER / "site", FOLDER / "tree"
+SYSTEM, TREE = FOLDER / "system", FOLDER / "tree"
 PYTHON = FOLDER / "python"
-PACKAGES = ("numpy", "pytest", "expecttest")
+TOOLCHAIN = FOLDER / "toolchain.cmake"
 # Inductor would call this machine's compiler.
 SAMPLE = (
     *("tests/ops/test_products.py", "tests/fuser/test_fusions.py"),
     *("tests/quantization/test_quantize.py", "-k", "not inductor"),
 )
+EMULATOR = ("qemu-aarch64-static", "-cpu", "neoverse-n1", "-L", SYSTEM)
 
 # What torch asks about the processor, as on a Neoverse N1.
 CPUINFO = """processor\t: 0
@@ -48,6 +49,9 @@ CPU revision\t: 1
 
 def install_system() -> None:
     """Unpacks Debian's Python for arm64, and all that it needs, beside this system."""
+    install_arm_tools()
+    if PYTHON.exists():
+        return
     apt = FOLDER / "apt"
     for folder in ("lists/partial", "cache/archives/partial"):
         (apt / folder).mkdir(parents=True, exist_ok=True)
@@ -68,12 +72,23 @@ def install_system() -> None:
         run(["dpkg", "-x", str(package), str(SYSTEM)])
     (SYSTEM / "proc").mkdir(exist_ok=True)
     (SYSTEM / "proc/cpuinfo").write_text(CPUINFO, encoding="utf-8")
-    PYTHON.write_text(
-        f'#!/bin/sh\nPYTHONPATH="{TREE}:{SITE}" exec qemu-aarch64-static -cpu neoverse-n1 '
-        f'-L "{SYSTEM}" "{SYSTEM}/usr/bin/python3" "$@"\n',
+    TOOLCHAIN.write_text(
+        f'include("{ROOT}/cmake/aarch64.cmake")\nset(Python_INCLUDE_DIR "{include_folder()}")\n'
+        f"set(CMAKE_CXX_FLAGS_INIT -idirafter{SYSTEM}/usr/include)  # Debian's pyconfig.h\n",
         encoding="utf-8",
     )
-    PYTHON.chmod(0o755)
+    make_interpreter(PYTHON)
+
+
+def make_interpreter(path: Path, *finds: Path) -> Path:
+    """An interpreter that imports from these folders. It is sys.executable itself, so Python can
+    start Python."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    words = " ".join(f'"{word}"' for word in (*EMULATOR, "-0", "$0", SYSTEM / "usr/bin/python3"))
+    folders = ":".join(map(str, finds))
+    path.write_text(f'#!/bin/sh\nPYTHONPATH="{folders}" exec {words} "$@"\n', encoding="utf-8")
+    path.chmod(0o755)
+    return path
 
 
 def include_folder() -> Path:
@@ -82,22 +97,31 @@ def include_folder() -> Path:
     return found
 
 
-def install_packages() -> None:
-    version = include_folder().name.removeprefix("python")
-    options = [f"--target={SITE}", "--only-binary=:all:", f"--python-version={version}"]
-    options += [f"--platform=manylinux_2_{minor}_aarch64" for minor in range(17, 36)]
-    packages = [f"torch=={torch_version()}", *PACKAGES]
-    run([sys.executable, "-m", "pip", "install", "-q", *options, *packages])
+def install_packages(folder: Path, *packages: str | Path) -> Path:
+    """Has this machine's pip install packages for aarch64: an emulated one takes minutes for it."""
+    installed, text = folder / "installed.txt", "\n".join(map(str, packages))
+    if not installed.exists() or installed.read_text() != text:
+        shutil.rmtree(folder, ignore_errors=True)
+        version = include_folder().name.removeprefix("python")
+        options = [f"--target={folder}", "--only-binary=:all:", f"--python-version={version}"]
+        options += [f"--platform=manylinux_2_{minor}_aarch64" for minor in range(17, 36)]
+        run([sys.executable, "-m", "pip", "install", "-q", *options, *map(str, packages)])
+        installed.write_text(text)
+    return folder
 
 
-def build() -> None:
+def install_torch(version: str) -> Path:
+    """A folder of this torch, and of what builds and tests need beside it."""
+    packages = (*pinned("setuptools", "transformers"), "numpy", "pytest", "expecttest", "pip")
+    return install_packages(FOLDER / f"torch{version}", f"torch=={version}", *packages)
+
+
+def build(python: Path) -> None:
     # `make test-arm` has compiled the kernels, perhaps.
     cmake_build(ARM_FOLDER, ARM_WITHOUT_TORCH, targets=("transformer_ops_kernels_library",))
     options = {
-        **ARM,
-        "Python_EXECUTABLE": str(PYTHON),
-        "Python_INCLUDE_DIR": str(include_folder()),
-        "CMAKE_CXX_FLAGS": f"-idirafter {SYSTEM}/usr/include",  # Debian's pyconfig.h
+        "CMAKE_TOOLCHAIN_FILE": str(TOOLCHAIN),
+        "Python_EXECUTABLE": str(python),
         "TRANSFORMER_OPS_KERNELS": str(ARM_FOLDER / "libtransformer_ops_kernels.so"),
     }
     os.environ["TRANSFORMER_OPS_CUDA"] = "OFF"  # nvcc is no cross compiler here
@@ -109,14 +133,43 @@ def build() -> None:
     run([tool("cmake"), "--install", str(FOLDER / "cmake"), "--prefix", str(TREE)])
 
 
-def main(arguments: list[str]) -> None:
-    install_arm_tools()
-    if not PYTHON.exists():
+class ArmBuild(Build):
+    """Wheels for aarch64: an emulated Python runs setuptools, and CMake a cross compiler."""
+
+    emulator = EMULATOR
+
+    def __init__(self, folder: Path, native: bool, cuda: bool) -> None:
+        super().__init__(folder, native, cuda)
         install_system()
-    if not (SITE / "torch").exists():
-        install_packages()
-    build()
-    run([str(PYTHON), "-m", "pytest", "-q", *(arguments or SAMPLE)], folder=TREE)
+        self.python = f"cp{include_folder().name.removeprefix('python').replace('.', '')}-aarch64"
+        self.kind = f"{self.python}{'-native' * native}"
+        tools = Path(sys.executable).parent
+        os.environ |= {
+            "CMAKE_TOOLCHAIN_FILE": str(TOOLCHAIN),
+            # The host's CMake and Ninja.
+            "PATH": os.pathsep.join((str(tools), os.environ.get("PATH", os.defpath))),
+        }
+
+    def interpreter(self, torch: str) -> Path:
+        # To build takes nothing of what torch needs to run.
+        packages = (f"torch=={torch}", *pinned("setuptools"), "pip")
+        found = install_packages(FOLDER / f"build-torch{torch}", "--no-deps", *packages)
+        return make_interpreter(FOLDER / f"python-build{torch}", found)
+
+    def user(self, place: Path, torch: str, wheel: Path) -> tuple[Path, Path]:
+        packages = install_packages(place / "site-packages", "--no-deps", wheel)
+        python = make_interpreter(place / "python", packages, install_torch(torch))
+        return python, Path(tool("cmake")).parent
+
+
+def main(arguments: list[str]) -> None:
+    install_system()
+    torch = torch_version()
+    if torch is None:
+        raise SystemExit(f"[arm_python] {sys.executable} must have the torch to test, got none")
+    python = make_interpreter(FOLDER / "python-tests", TREE, install_torch(torch))
+    build(python)
+    run([str(python), "-m", "pytest", "-q", *(arguments or SAMPLE)], folder=TREE)
 
 
 if __name__ == "__main__":

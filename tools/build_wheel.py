@@ -3,6 +3,7 @@
     python tools/build_wheel.py                              # as released, in dist/
     python tools/build_wheel.py --native --torch 2.15.0      # quick, for this machine alone
     python tools/build_wheel.py --cuda                       # the CUDA backend, a wheel of its own
+    python tools/build_wheel.py --arm                        # for aarch64, tested in an emulator
 
 It needs the standard library alone. Each torch is installed in an environment of its own, without
 the packages that it needs to run, and `pip wheel .` runs there. The parts become one wheel: CPU
@@ -258,8 +259,11 @@ def cuda_files(parts: list[Path], minors: list[tuple[int, int]], version: str) -
 class Build:
     """Where the parts of a build lie, and what it was asked for."""
 
+    emulator: tuple[str | Path, ...] = ()
+
     def __init__(self, folder: Path, native: bool, cuda: bool) -> None:
         self.folder, self.native, self.cuda = folder, native, cuda
+        self.python = PYTHON
         self.kind = f"{PYTHON}{'-native' * native}{'-cuda' * cuda}"
 
     def interpreter(self, torch: str) -> Path:
@@ -268,8 +272,14 @@ class Build:
         here = {name: _installed(name) for name in ("torch", "cmake", "ninja", "setuptools")}
         if here["torch"] == torch and all(f"{n}=={v}" in needs for n, v in [*here.items()][1:]):
             return Path(sys.executable)
-        folder = self.folder / f"env-{PYTHON}-torch{torch}"
+        folder = self.folder / f"env-{self.python}-torch{torch}"
         return make_environment(folder, "--no-deps", f"torch=={torch}", *needs)
+
+    def user(self, place: Path, torch: str, wheel: Path) -> tuple[Path, Path]:
+        """The interpreter of a new user who has installed the wheel, and where to find cmake."""
+        python = make_environment(place / "env", f"torch=={torch}", wheel, *pinned(*TOOLS))
+        run(python, "-m", "pip", "check", folder=place)
+        return python, python.parent
 
     def part(self, torch: str, kernels: Path | None) -> Path:
         """The wheel for one torch."""
@@ -324,24 +334,22 @@ def repair(wheel: Path, folder: Path, out: Path, epoch: int) -> Path:
 TOOLS = ("cmake", "ninja", "transformers")
 
 
-def test(wheel: Path, torch: str, folder: Path, native: bool) -> None:
+def test(wheel: Path, torch: str, build: Build) -> None:
     """Installs the wheel in a fresh environment, and runs what a new user runs."""
-    place = folder / f"test-{PYTHON}-torch{torch}"
+    place = build.folder / f"test-{build.python}-torch{torch}"
     shutil.rmtree(place, ignore_errors=True)
-    python = make_environment(place / "env", f"torch=={torch}", wheel, *pinned(*TOOLS))
+    python, tools = build.user(place, torch, wheel)
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     example = re.search(r"^```python\n(.*?)^```$", readme, re.MULTILINE | re.DOTALL)
     assert example is not None, "README.md must have an example in Python"
     (place / "example.py").write_text(example[1], encoding="utf-8")
-    run(python, "-m", "pip", "check", folder=place)
     run(python, "example.py", folder=place)
     check = (python, ROOT / "tools" / "check_wheel.py", torch)
     run(*check, folder=place)
-    if not native:  # as on a processor without AVX2
+    if not build.native:  # as on a processor without AVX2
         run(*check, folder=place, TRANSFORMER_OPS_ISA="default")
     prefix = "import torch, transformer_ops as t; "
     prefix += "print(t.cmake_prefix_path, torch.utils.cmake_prefix_path, sep=';')"
-    tools = python.parent
     run(
         *(tools / "cmake", "-S", ROOT / "examples" / "cpp", "-B", "cpp", "-G", "Ninja"),
         f"-DCMAKE_MAKE_PROGRAM={tools / 'ninja'}",
@@ -349,7 +357,7 @@ def test(wheel: Path, torch: str, folder: Path, native: bool) -> None:
         folder=place,
     )
     run(tools / "cmake", "--build", "cpp", folder=place)
-    run(place / "cpp" / "train", folder=place)
+    run(*build.emulator, place / "cpp" / "train", folder=place)
     shutil.rmtree(place)  # 5 GB with a CUDA build of torch
 
 
@@ -377,7 +385,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--native", action="store_true", help="for this machine alone: no manylinux"
     )
-    parser.add_argument("--cuda", action="store_true", help="the wheel of the CUDA backend alone")
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument("--cuda", action="store_true", help="the wheel of the CUDA backend alone")
+    kinds.add_argument("--arm", action="store_true", help="cross-compiled for aarch64 Linux")
     parser.add_argument("--test", nargs="*", help="with these torches: the oldest and the newest")
     parser.add_argument("--out", type=Path, default=ROOT / "dist")
     given = parser.parse_args(arguments)
@@ -391,6 +401,10 @@ def main(arguments: list[str] | None = None) -> None:
     os.environ["SOURCE_DATE_EPOCH"] = str(epoch)
 
     build = Build(ROOT / "build" / "wheels", given.native, given.cuda)
+    if given.arm:
+        from arm_python import ArmBuild
+
+        build = ArmBuild(build.folder, given.native, cuda=False)
     # The CUDA backend links to the kernels, and does not have them: those of another build will do.
     known = Build(build.folder, given.native, cuda=False).kernels(torches[-1])
     parts = [build.part(torches[-1], known if given.cuda and known.exists() else None)]
@@ -415,7 +429,7 @@ def main(arguments: list[str] | None = None) -> None:
         if given.cuda:
             test_cuda(wheel, torch, build.folder, given.out, version)
         else:
-            test(wheel, torch, build.folder, given.native)
+            test(wheel, torch, build)
     digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
     print(f"{wheel}: {wheel.stat().st_size / 1e6:.1f} MB, sha256 {digest}")
     print(f"for torch {', '.join(torches)}; tested with {', '.join(tested) or 'none'}")

@@ -76,3 +76,22 @@ def test_tools_for_arm_that_cannot_be_installed_are_named(monkeypatch):
     monkeypatch.setattr(cmake_build.shutil, "which", lambda name: None)
     with pytest.raises(SystemExit, match=r"need g\+\+-aarch64-linux-gnu .* needs apt-get"):
         cmake_build.install_arm_tools()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("sysconfig.get_config_var = lambda name: 1", "a Python with the global lock, got a free-"),
+        ("importlib.util.find_spec = lambda name: None", "torch >= 2.11, got none: install it"),
+    ],
+)
+def test_a_python_that_the_library_cannot_be_built_for_is_refused(change, said):
+    script = ROOT / "cmake" / "torch_info.py"
+    code = f"import importlib.util, runpy, sysconfig; {change}; runpy.run_path({str(script)!r})"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd="/", capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"{sys.executable} must ")
+    assert said in done.stderr
+    assert not done.stdout
