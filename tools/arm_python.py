@@ -72,11 +72,13 @@ def install_system() -> None:
         run(["dpkg", "-x", str(package), str(SYSTEM)])
     (SYSTEM / "proc").mkdir(exist_ok=True)
     (SYSTEM / "proc/cpuinfo").write_text(CPUINFO, encoding="utf-8")
-    TOOLCHAIN.write_text(
-        f'include("{ROOT}/cmake/aarch64.cmake")\nset(Python_INCLUDE_DIR "{include_folder()}")\n'
-        f"set(CMAKE_CXX_FLAGS_INIT -idirafter{SYSTEM}/usr/include)  # Debian's pyconfig.h\n",
-        encoding="utf-8",
+    lines = (
+        f'include("{ROOT}/cmake/aarch64.cmake")',
+        f'set(Python_INCLUDE_DIR "{include_folder()}")',
+        f"set(CMAKE_CXX_FLAGS_INIT -idirafter{SYSTEM}/usr/include)  # Debian's pyconfig.h",
+        "set(CMAKE_FIND_ROOT_PATH_MODE_PACKAGE BOTH)  # torch is beside the system",
     )
+    TOOLCHAIN.write_text("\n".join(lines), encoding="utf-8")
     make_interpreter(PYTHON)
 
 
@@ -104,7 +106,8 @@ def install_packages(folder: Path, *packages: str | Path) -> Path:
         shutil.rmtree(folder, ignore_errors=True)
         version = include_folder().name.removeprefix("python")
         options = [f"--target={folder}", "--only-binary=:all:", f"--python-version={version}"]
-        options += [f"--platform=manylinux_2_{minor}_aarch64" for minor in range(17, 36)]
+        tags = ("2014", *(f"_2_{minor}" for minor in range(17, 36)))
+        options += [f"--platform=manylinux{tag}_aarch64" for tag in tags]
         run([sys.executable, "-m", "pip", "install", "-q", *options, *map(str, packages)])
         installed.write_text(text)
     return folder
