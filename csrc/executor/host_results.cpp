@@ -15,29 +15,57 @@ namespace {
 
 using Kind = Value::Kind;
 
-// The tensors as numbers: dtype, number of sizes, sizes; -1 for none. Empty if a size is symbolic.
-std::vector<int64_t> key_of(at::TensorList arguments, at::TensorList parameters) {
-  std::vector<int64_t> key;
+// A number stands for each symbolic size, the same one for the same symbol: comparing symbols would
+// add guards to the trace. Ops split sizes into equal parts, so that the numbers have many
+// divisors.
+NativeResults::Sizes sizes_of(at::TensorList arguments, at::TensorList parameters) {
+  constexpr int64_t kManyDivisors = 240;
+  NativeResults::Sizes found;
+  std::vector<std::string> symbols;
+  const auto number_of = [&](const c10::SymInt& size) {
+    const std::optional<int64_t> known = size.maybe_as_int();
+    if (known) return *known;
+    found.has_symbols = true;
+    const std::string symbol = size.toSymNodeImplUnowned()->str();
+    const auto place = std::ranges::find(symbols, symbol) - symbols.begin();
+    if (place == std::ssize(symbols)) symbols.push_back(symbol);
+    return kManyDivisors * (place + 1);
+  };
   for (const at::TensorList tensors : {arguments, parameters}) {
     for (const at::Tensor& tensor : tensors) {
+      std::vector<int64_t>& sizes = found.list.emplace_back();
+      if (!tensor.defined()) continue;
+      for (const c10::SymInt& size : tensor.sym_sizes()) sizes.push_back(number_of(size));
+    }
+  }
+  return found;
+}
+
+// The tensors as numbers: dtype, number of sizes, sizes; -1 for none.
+std::vector<int64_t> key_of(at::TensorList arguments, at::TensorList parameters,
+                            const NativeResults::Sizes& sizes) {
+  std::vector<int64_t> key = {sizes.has_symbols};
+  auto next = sizes.list.begin();
+  for (const at::TensorList tensors : {arguments, parameters}) {
+    for (const at::Tensor& tensor : tensors) {
+      const std::vector<int64_t>& own = *next++;
       if (!tensor.defined()) {
         key.push_back(-1);
         continue;
       }
       key.push_back(static_cast<int64_t>(tensor.scalar_type()));
-      key.push_back(tensor.dim());
-      for (const c10::SymInt& size : tensor.sym_sizes()) {
-        const std::optional<int64_t> known = size.maybe_as_int();
-        if (!known) return {};
-        key.push_back(*known);
-      }
+      key.push_back(std::ssize(own));
+      key.insert(key.end(), own.begin(), own.end());
     }
   }
   return key;
 }
 
-std::string text_of(const std::vector<int64_t>& sizes, at::ScalarType dtype) {
-  return "shape " + shape_text(c10::fromIntArrayRefSlow(sizes)) + " and dtype " + dtype_text(dtype);
+std::string text_of(const NativeResults::Row& row) {
+  const std::string shape = row.has_symbols
+                                ? std::to_string(row.sizes.size()) + " dimensions"
+                                : "shape " + shape_text(c10::fromIntArrayRefSlow(row.sizes));
+  return shape + " and dtype " + dtype_text(row.dtype);
 }
 
 // What the method must do, as far as the rule: "return an output", "save slot 'rstd' of op 0
@@ -123,14 +151,16 @@ const Program& NativeResults::program_for(at::TensorList arguments, at::TensorLi
   return *program_;
 }
 
-NativeResults::Rows NativeResults::run_on_meta(at::TensorList arguments,
-                                               at::TensorList parameters) {
+NativeResults::Rows NativeResults::run_on_meta(at::TensorList arguments, at::TensorList parameters,
+                                               const Sizes& sizes) {
   const Program& program = program_for(arguments, parameters);
   Tensors tensors;
+  auto next = sizes.list.begin();
   const auto add = [&](const at::Tensor& tensor) {
+    const std::vector<int64_t>& own = *next++;
     if (!tensor.defined()) return;
     const auto options = at::TensorOptions(tensor.scalar_type()).device(at::kMeta);
-    tensors.push_back(at::empty(C10_AS_INTARRAYREF_SLOW(tensor.sym_sizes()), options));
+    tensors.push_back(at::empty(own, options));
   };
   std::ranges::for_each(arguments, add);
   std::ranges::for_each(parameters, add);
@@ -140,7 +170,7 @@ NativeResults::Rows NativeResults::run_on_meta(at::TensorList arguments,
     const at::Tensor& found = value < 0 ? at::Tensor() : values[value];
     if (!found.defined()) return;
     name.op += first_;
-    rows[name] = {found.sizes().vec(), found.scalar_type()};
+    rows[name] = {found.sizes().vec(), found.scalar_type(), sizes.has_symbols};
   };
   note({Kind::Main, program.plan.size()}, program.outputs[0]);
   for (size_t i = 0; i < program.plan.extra_outputs.size(); ++i) {
@@ -155,12 +185,12 @@ NativeResults::Rows NativeResults::run_on_meta(at::TensorList arguments,
 std::shared_ptr<const NativeResults::Rows> NativeResults::find(at::TensorList arguments,
                                                                at::TensorList parameters) {
   static const auto& none = *new std::shared_ptr<const Rows>(std::make_shared<Rows>());
-  std::vector<int64_t> key = key_of(arguments, parameters);
-  if (key.empty()) return none;
+  const Sizes sizes = sizes_of(arguments, parameters);
+  std::vector<int64_t> key = key_of(arguments, parameters, sizes);
   const std::lock_guard lock(mutex_);
   if (last_ && key == last_key_) return last_;
   try {
-    last_ = std::make_shared<Rows>(run_on_meta(arguments, parameters));
+    last_ = std::make_shared<Rows>(run_on_meta(arguments, parameters, sizes));
   } catch (const PlanError&) {
     last_ = none;
   } catch (const c10::Error&) {
@@ -195,16 +225,17 @@ void check_results(const Plan& plan, const Program::HostForward& call, at::Tenso
     }
     const auto row = rows ? rows->find(name) : NativeResults::Rows::const_iterator();
     if (!rows || row == rows->end()) continue;
-    const auto& [sizes, dtype] = row->second;
+    const auto& [sizes, dtype, has_symbols] = row->second;
     const at::ScalarType got = result.scalar_type();
     const bool is_parameter =
         name.kind == Kind::Slot && declaration(plan.ops[name.op].kind).has_parameter(name.name);
-    const bool has_shape = result.sym_sizes().equals(c10::fromIntArrayRefSlow(sizes));
+    const bool has_shape = has_symbols ? result.dim() == std::ssize(sizes)
+                                       : result.sym_sizes().equals(c10::fromIntArrayRefSlow(sizes));
     // The op's own backward casts its parameter.
     const bool has_dtype = got == dtype || (is_parameter && at::isFloatingType(got));
     const bool is_wider = plan.autocast && got == at::kFloat && dtype == to_torch(*plan.autocast);
     if (!has_shape || !(has_dtype || is_wider)) {
-      refuse(name, "with " + text_of(sizes, dtype),
+      refuse(name, "with " + text_of(row->second),
              "shape " + shape_text(result.sym_sizes()) + " and dtype " + dtype_text(got));
     }
     if (!has_dtype) result = result.to(dtype);

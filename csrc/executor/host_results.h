@@ -18,6 +18,12 @@ namespace transformer_ops {
 // on the meta device. Several threads may use one object.
 class NativeResults {
  public:
+  // The sizes of tensors, one after another.
+  struct Sizes {
+    std::vector<std::vector<int64_t>> list;
+    bool has_symbols = false;
+  };
+
   // Null if an op of the step is not native, or a parameter is quantized.
   static std::shared_ptr<NativeResults> of(const Plan& plan, const Step& step);
 
@@ -27,15 +33,16 @@ class NativeResults {
   struct Row {
     std::vector<int64_t> sizes;
     at::ScalarType dtype;
+    bool has_symbols;  // then only the number of sizes is known, because an argument has symbols
   };
-  // By name, with the op numbers of the plan. Empty in a trace with symbolic sizes, and if the ops
-  // themselves refuse the tensors. `arguments`: the main input and the extra inputs of each op;
-  // those from inside of the step, and absent ones, are undefined.
+  // By name, with the op numbers of the plan. Empty if the ops themselves refuse the tensors.
+  // `arguments`: the main input and the extra inputs of each op; those from inside of the step, and
+  // absent ones, are undefined.
   using Rows = std::map<Value, Row>;
   std::shared_ptr<const Rows> find(at::TensorList arguments, at::TensorList parameters);
 
  private:
-  Rows run_on_meta(at::TensorList arguments, at::TensorList parameters);
+  Rows run_on_meta(at::TensorList arguments, at::TensorList parameters, const Sizes& sizes);
   const Program& program_for(at::TensorList arguments, at::TensorList parameters);
 
   int first_ = 0;

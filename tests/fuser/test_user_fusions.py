@@ -496,3 +496,62 @@ def test_a_python_step_computes_in_the_dtype_of_autocast(shape, has_norm, is_com
     assert [t.dtype for t in fused] == [t.dtype for t in unfused]
     for a, b in zip(fused, unfused, strict=True):
         torch.testing.assert_close(a, b, rtol=0.05, atol=0.05)
+
+
+class FloatSiLU(tops.FusedOperation):
+    """Under autocast the result of SiLU is float32."""
+
+    shape = staticmethod(lambda output: output)
+
+    def fuser_forward_compute(self, input_, **unused):
+        product = input_ @ self.basic_ops[0].weight.T
+        output = torch.nn.functional.silu(product.float())
+        return self.shape(output), [(), ()], [input_, product]
+
+    def fuser_forward_save_ctx(self, basic_op_ctxs, input_, tensors_to_save, **unused):
+        basic_op_ctxs[0].save_for_backward(tensors_to_save[0], self.basic_ops[0].weight)
+        basic_op_ctxs[1].save_for_backward(tensors_to_save[1])
+
+
+@pytest.mark.parametrize("shape", [(4, 8), (2, 3, 8)])
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_a_float32_result_is_rounded_under_autocast(shape, dynamic):
+    pattern = [tops.BasicLinear, tops.SiLU]
+    x = torch.randn(shape)
+    module = tops.Sequential(tops.LayerNorm(8), tops.Linear(8, 8, bias=False), tops.SiLU())
+
+    def run(called, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return called(x)
+
+    counter = CompileCounterWithBackend("aot_eager")
+    with tops.register_forward_fusion(FloatSiLU, pattern=pattern):
+        called = torch.compile(module, backend=counter, fullgraph=True, dynamic=dynamic)
+        found = run(called, x)
+        assert found.dtype == run(module, x).dtype == torch.bfloat16
+        if dynamic:
+            assert run(called, torch.cat([x, x])).dtype == torch.bfloat16
+            assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize(
+    ("shape", "got"),
+    [
+        (lambda y: y[..., None], "got shape .* and dtype torch.float32"),
+        (lambda y: y.double(), "got shape .* and dtype torch.float64"),
+    ],
+)
+def test_a_wrong_result_under_symbolic_sizes(shape, got):
+    class Wrong(FloatSiLU):
+        pass
+
+    Wrong.shape = staticmethod(shape)
+    module = tops.Sequential(tops.Linear(8, 8, bias=False), tops.SiLU())
+    called = torch.compile(module, backend="aot_eager", fullgraph=True, dynamic=True)
+    message = r"return an output with 2 dimensions and dtype torch.bfloat16, " + got
+    with (
+        tops.register_forward_fusion(Wrong, pattern=[tops.BasicLinear, tops.SiLU]),
+        torch.autocast("cpu", torch.bfloat16),
+        pytest.raises(Exception, match=message),
+    ):
+        called(torch.randn(4, 8, requires_grad=True))
