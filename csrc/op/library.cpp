@@ -54,7 +54,7 @@ class LibraryRows {
   void take(Op& op) {
     derive_backward(op);
     OpDeclaration& row = op.declaration;
-    for (TypedOp* typed : {&op.forward, &op.backward, &op.recompute}) take(*typed);
+    for (TypedOp* typed : {&op.forward, &op.backward, &op.recompute}) take(*typed, row.kind);
     if (row.kind.empty()) return;
     TORCH_CHECK(!has_namespace(row.kind), "[", library_.name_,
                 "] kind must have no namespace, which is the library's name, got '", row.kind, "'");
@@ -69,7 +69,7 @@ class LibraryRows {
 
   void take(FusedOp& op) {
     Rule& rule = op.rule;
-    for (TypedOp* typed : {&op.forward, &op.backward, &op.recompute}) take(*typed);
+    for (TypedOp* typed : {&op.forward, &op.backward, &op.recompute}) take(*typed, rule.name);
     rule.name = full(rule.name);
     for (PatternOp& entry : rule.pattern) {
       for (std::string& kind : entry.kinds) {
@@ -87,7 +87,8 @@ class LibraryRows {
     checked(rule);
   }
 
-  void take(TypedOp& op) {
+  // `owner`: the kind or the rule.
+  void take(TypedOp& op, const std::string& owner) {
     if (op.schema.empty()) return;
     std::string name = parse_schema(op.schema).name;
     if (has_namespace(name)) return check_exists(name, op);
@@ -95,6 +96,8 @@ class LibraryRows {
     name = full(name);
     check_schema(op.schema);
     complete(op);
+    TORCH_CHECK(op.shape, "[", name, "] .shape must be given unless the one result is like the ",
+                "first tensor, got none in '", owner, "' for '", op.schema, "'");
     const Signature signature(op.schema, op.any_strides);
     for (const std::string& name : op.overwrites) signature.index_of(name, "overwrites");
     check_products(op);

@@ -412,6 +412,8 @@ WRONG = {
     "by rows": r"\[{}::other\] by_rows must name tensor arguments, got 'output'",
     "by rows to lists": r"\[{}::other\] by_rows must be of an op that gives tensors, got one",
     "rounded schema": r"\[{}::other\] by_rows must be of an op without an argument 'format', got",
+    "no shape": r"\[{}::softcap_scale\] \.shape must be given unless .*, got none in "
+    r"'softcap_scale' for '.*'",
     "throws": "no licence",
     "throws a number": "must throw nothing but std::exception",
 }

@@ -119,6 +119,12 @@ const std::map<std::string, Add> kWrong = {
        wrong.forward.by_rows = {"input"};
        to.add_op(wrong);
      }},
+    {"no shape",
+     [](Library& to) {
+       FusedOp wrong = rule(1, {{"Softcap"}, {"ConstantScale"}});
+       wrong.forward.shape = {};
+       to.add_fused_op(wrong);
+     }},
     {"throws", [](Library&) { throw std::runtime_error("no licence"); }},
     {"throws a number", [](Library&) { throw 3; }},
 };
