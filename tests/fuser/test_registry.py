@@ -1,6 +1,9 @@
 """The registry of fusions: handles, order, scopes, errors, and that plans never go stale."""
 
+import sys
 import threading
+import types
+import warnings
 from typing import Any
 
 import pytest
@@ -389,3 +392,44 @@ def test_many_threads_register_and_run(x):
     for thread in threads:
         thread.join()
     assert not failures
+
+
+def _run_cell(module, source):
+    exec(compile(source, "cell", "exec"), vars(module))
+    return module.handle
+
+
+CELLS = {
+    "class": """
+import transformer_ops as tops
+class Fused(tops.FusedOperation):
+    def fuser_forward(self, basic_op_ctxs, input_, **unused):
+        return input_ + 1, [(), ()]
+handle = tops.register_forward_fusion(Fused, pattern=[tops.SiLU, tops.ConstantScale])
+""",
+    "function": """
+import transformer_ops as tops
+@tops.register_forward_fusion
+def handle(ops, **unused):
+    return ops
+""",
+}
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_what_is_defined_again_replaces_the_old_one(name, monkeypatch):
+    notebook = types.ModuleType("a_notebook")
+    monkeypatch.setitem(sys.modules, "a_notebook", notebook)
+    first = _run_cell(notebook, CELLS[name])
+    message = rf"\[fusion\] '{first.name}' in the forward pass is replaced, because a_notebook\."
+    with pytest.warns(UserWarning, match=message):
+        second = _run_cell(notebook, CELLS[name])
+    with second:
+        assert not first.registered and names("forward") == [second.name]
+        # A namesake that lives elsewhere is another fusion.
+        other = types.ModuleType("another_notebook")
+        monkeypatch.setitem(sys.modules, "another_notebook", other)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with _run_cell(other, CELLS[name]):
+                assert second.registered

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import MethodType
@@ -140,7 +142,9 @@ def register_forward_fusion(
     Without a pattern, `func(ops, *, recipe=None, **unused)` gets the ops of a group as a plain
     list, and returns the list with some consecutive ops replaced by `FusedOperation`s.
 
-    Either form may be called any number of times.
+    Either form may be called any number of times. If a class or a function of a module is defined
+    again and registered, as when a cell of a notebook runs twice, it replaces the old one of the
+    same name in this pass, and a UserWarning says so.
 
     Args:
         pattern: a list whose entries are classes of basic ops, tuples of alternatives, or
@@ -204,6 +208,7 @@ def _register(
         raise TypeError(f"[fusion] prepend must be a bool, got {shown(prepend)}")
     entries = None if pattern is None else check_pattern(pattern)
     check_kind(func, pass_name, entries, guard)
+    _remove_redefined(func, pass_name)
     with _lock:
         for handle in _handles.values():
             is_same = handle.pass_name == pass_name and handle.pattern == entries
@@ -253,6 +258,30 @@ def check_methods(
             f"[{fusion}] a fused op of the {pass_name} pass must define "
             f"{' and '.join(missing)}, got {cls.__name__}"
         )
+
+
+def _remove_redefined(func: FusionFunction, pass_name: Pass) -> None:
+    """Removes fusions whose class or function was defined again under the same name, as when a cell
+    of a notebook runs twice. The first one registered would otherwise take all matches."""
+    where = (getattr(func, "__module__", None), getattr(func, "__qualname__", None))
+    found: Any = sys.modules.get(str(where[0]))
+    for name in str(where[1]).split("."):
+        found = getattr(found, name, None)
+    with _lock:
+        registered = list(_handles.values())
+    for handle in registered:
+        old = handle.func
+        theirs = (getattr(old, "__module__", None), getattr(old, "__qualname__", None))
+        if old is func or theirs != where or handle.pass_name != pass_name:
+            continue
+        # The name is that of a decorated function until its decorator returns.
+        if found is func or found is handle:
+            handle.remove()
+            warnings.warn(
+                f"[fusion] {handle.name!r} in the {pass_name} pass is replaced, because "
+                f"{'.'.join(map(str, where))} was defined again",
+                stacklevel=4,
+            )
 
 
 def _is_same(func: object, other: object) -> bool:
