@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import sys
 
 import pytest
 import torch
@@ -555,3 +556,39 @@ def test_a_wrong_result_under_symbolic_sizes(shape, got):
         pytest.raises(Exception, match=message),
     ):
         called(torch.randn(4, 8, requires_grad=True))
+
+
+@pytest.mark.parametrize(
+    ("saved", "got"),
+    [((), "nothing saved"), ((None,), "1 tensors, 1 of them None"), ((1, 2), "2 tensors")],
+)
+def test_slots_that_are_not_saved(saved, got, x):
+    class Unsaved(ForwardSplit):
+        def fuser_forward_save_ctx(self, basic_op_ctxs, input_, tensors_to_save, **unused):
+            super().fuser_forward_save_ctx(basic_op_ctxs, input_, tensors_to_save, **unused)
+            context = basic_op_ctxs[1]
+            context.to_save = tuple(t and context.to_save[0] for t in saved)
+
+    module = tops.Sequential(*make_ops(), recompute="none")
+    message = rf"must save the slots \(input\) of op 2 \(SiLU\) in its context, got {got}$"
+    with (
+        tops.register_forward_fusion(Unsaved, pattern=[tops.BasicLinear, tops.SiLU]),
+        pytest.raises(RuntimeError, match=message),
+    ):
+        module(x)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="an error has no notes")
+def test_a_backward_that_unpacks_what_was_not_saved(x):
+    class Unsaved(JointSplit):
+        def fuser_forward_save_ctx(self, basic_op_ctxs, input_, tensors_to_save, **unused):
+            basic_op_ctxs[1].note = "from forward"
+
+    module = tops.Sequential(*make_ops())
+    with tops.register_forward_backward_fusion(Unsaved, pattern=[tops.BasicLinear, tops.SiLU]):
+        output = module(x).sum()
+        with pytest.raises(ValueError, match="not enough values") as raised:
+            output.backward()
+    assert raised.value.__notes__ == [
+        "[Unsaved] raised in the backward of ops [1, 2], whose contexts have 0, 0 saved tensors"
+    ]

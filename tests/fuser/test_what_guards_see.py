@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from user_fusions import Backward, JointSplit
 from wrong_fusions import Slots
 
 import transformer_ops as tops
@@ -171,3 +172,16 @@ def test_the_loser_of_two_fusions() -> None:
         tops.register_forward_fusion(lambda ops: Slots(ops), pattern=pattern, name="second"),
     ):
         assert "second (forward) at 0-1: the ops are taken by Slots" in misses(make())
+
+
+@pytest.mark.parametrize(
+    ("register", "cls", "name"),
+    [
+        (tops.register_forward_fusion, Slots, "Slots (forward)"),
+        (tops.register_backward_fusion, Backward, "Backward (backward)"),
+        (tops.register_forward_backward_fusion, JointSplit, "JointSplit (joint)"),
+    ],
+)
+def test_a_refusal_shows_where_no_gradient_is_needed(register: Any, cls: Any, name: str) -> None:
+    with register(cls, pattern=PATTERN, guard=lambda ops: "not today"), torch.no_grad():
+        assert f"{name} at 0-1: not today" in misses(make())

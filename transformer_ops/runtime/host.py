@@ -83,11 +83,11 @@ class HostStep:
         """The op whose methods run."""
         return self._python_ops[self._number]
 
-    def note(self, error: Exception, direction: str) -> None:
+    def note(self, error: Exception, direction: str, detail: str = "") -> None:
         """Adds to an error of the user's methods the step that raised it."""
         if hasattr(error, "add_note"):  # Python 3.11
             name = type(self.op).__name__
-            error.add_note(f"[{name}] raised in the {direction} of ops {list(self.ops)}")
+            error.add_note(f"[{name}] raised in the {direction} of ops {list(self.ops)}{detail}")
 
 
 class HostPlan:
@@ -316,10 +316,12 @@ class HostCall(WeightCall):
             missing = slots
         is_needed = any((op, slot) in plan.is_read for slot in missing)
         if is_needed or len(kept) not in (0, len(slots)):
+            absent = sum(tensor is None for tensor in kept)
+            count = f"{len(kept)} tensors" + f", {absent} of them None" * bool(absent)
             raise RuntimeError(
                 f"[{type(step.op).__name__}] forward must save the slots "
                 f"({', '.join(slots)}) of op {op} ({kind}) in its context, "
-                f"got {len(kept)} tensors, {sum(tensor is None for tensor in kept)} of them None"
+                f"got {count if kept else 'nothing saved'}"
             )
         return kept or [None] * len(slots)
 
@@ -393,7 +395,8 @@ class HostCall(WeightCall):
                     grad_extra_outputs=grad_extra_outputs,
                 )
         except Exception as error:
-            step.note(error, "backward")
+            counts = ", ".join(str(len(context.saved_tensors)) for context in contexts)
+            step.note(error, "backward", f", whose contexts have {counts} saved tensors")
             raise
         results = [grad_input]
         for i, found in zip(step.ops, grad_parameters, strict=True):

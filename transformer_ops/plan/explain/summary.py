@@ -258,10 +258,19 @@ def _use(word: str) -> str:
 def _relevant(
     plan: Plan, origins: Mapping[tuple[str, str], str], made: Set[tuple[str, str]]
 ) -> tuple[NearMiss, ...]:
-    """Each near miss once, if a reader can act on it; none of the backward pass if there is none.
-    `made`: the (pass, name) of the fusions that made a step."""
+    """Each near miss once, if a reader can act on it. If no op needs a backward, only users' own
+    fusions are listed in the passes that have one. `made`: the (pass, name) of the fusions that
+    made a step."""
     rows = {(miss.pass_name, miss.fusion, miss.ops, miss.reason): miss for miss in plan.near_misses}
-    found = [miss for miss in rows.values() if plan.needs_backward or miss.pass_name == "forward"]
+
+    def is_own(miss: NearMiss) -> bool:
+        return origins.get((miss.pass_name, miss.fusion), "") != "built-in"
+
+    found = [
+        miss
+        for miss in rows.values()
+        if plan.needs_backward or miss.pass_name == "forward" or is_own(miss)
+    ]
     nearest: dict[tuple[str, str], int] = {}
     for miss in found:
         fusion = (miss.pass_name, miss.fusion)
@@ -269,9 +278,8 @@ def _relevant(
 
     def may_matter(miss: NearMiss) -> bool:
         fusion = (miss.pass_name, miss.fusion)
-        is_own = origins.get(fusion, "") != "built-in"
         # What prevented a user's own fusion is always shown, and the nearest it came to a match.
-        if is_own and (not miss.structural or fusion not in made):
+        if is_own(miss) and (not miss.structural or fusion not in made):
             return not miss.structural or miss.matched == nearest[fusion]
         # One op, and often two, fit a pattern by chance.
         return miss.matched > (2 if miss.structural else 1)
