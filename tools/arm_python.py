@@ -180,7 +180,8 @@ def main(arguments: list[str]) -> None:
         raise SystemExit(f"[arm_python] {sys.executable} must have the torch to test, got none")
     python = make_interpreter(FOLDER / "python-tests", TREE, install_torch(torch))
     build(python)
-    run([str(python), "-m", "pytest", "-q", *(arguments or sample(int(time.time()) // 86400))], folder=TREE)
+    chosen = arguments or sample(int(time.time()) // 86400)
+    run([str(python), "-m", "pytest", "-q", *chosen], folder=TREE)
 
 
 if __name__ == "__main__":
