@@ -29,7 +29,7 @@ FOLDER = ROOT / "build/aarch64-python"
 SYSTEM, TREE = FOLDER / "system", FOLDER / "tree"
 PYTHON = FOLDER / "python"
 TOOLCHAIN = FOLDER / "toolchain.cmake"
-# Inductor would call this machine's compiler. What the others need is not there, or takes hours.
+# Inductor would call this machine's compiler, and an emulator traces for minutes.
 LEFT_OUT = "not inductor and not compile and not graph"
 EMULATOR = ("qemu-aarch64-static", "-cpu", "neoverse-n1", "-L", SYSTEM)
 
