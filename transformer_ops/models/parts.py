@@ -184,6 +184,20 @@ _LINEAR_IN_4_BITS = Pattern(
     return bnb.matmul_4bit(H, self.weight, bias=B, quant_state=Q).to(D)
     """
 )
+# That of LLM.int8() (Dettmers et al. 2022), which rounds each row of its input, too.
+_LINEAR_IN_8_BITS = Pattern(
+    """
+    self.state.is_training = self.training
+    if self.weight.CB is not None:
+        self.init_8bit_state()
+    if self.bias is not None and self.bias.dtype != H.dtype:
+        self.bias.data = self.bias.data.to(H.dtype)
+    Y = bnb.matmul(H, self.weight, bias=self.bias, state=self.state)
+    if not self.state.has_fp16_weights and self.state.CB is not None:
+        self.weight.data = self.state.CB
+    return Y
+    """
+)
 _STEPS = Pattern("return any_steps(H)")
 
 
@@ -311,6 +325,8 @@ def linear(module: Any) -> nn.Linear:
     """The module, or the base of its adapters, if it is a `torch.nn.Linear` that ops know; else
     FuseSkip with the reason."""
     module = base_of(module)
+    if names_in(class_of(module).forward, _LINEAR_IN_8_BITS) is not None:
+        raise FuseSkip(f"{name_of(module)} rounds its input to int8 as well as its weight")
     if not is_torch(module, nn.Linear) and not _is_in_4_bits(module):
         raise FuseSkip(f"{name_of(module)} is not a torch.nn.Linear")
     try:
