@@ -287,6 +287,32 @@ def test_edits_of_layers(edit: Callable[[Any], None], when: str) -> None:
     assert_same(plain, model)
 
 
+def test_adapters_whose_ranks_differ() -> None:
+    """The error names the layer, and the next call is right again."""
+    plain, model = adapted(), adapted()
+    tops.fuse(model)
+    for one in (plain, model):
+        b = one.get_submodule("base_model.model.model.layers.0.self_attn.q_proj.lora_B.default")
+        right, b.weight = b.weight, torch.nn.Parameter(torch.zeros(32, 3))
+        with pytest.raises(RuntimeError) as error:
+            one(**batch())
+        b.weight = right
+    assert str(error.value).startswith("[Linear] lora_b0 must have shape [32, 2], got [32, 3]")
+    assert_same(plain, model)
+
+
+def test_encoded_weights_that_ask_for_a_gradient() -> None:
+    """Both models have the gradient, and no statement is lost."""
+    model = adapted()
+    tops.quantization.quantize_(model, "nvfp4", only="*.base_layer")
+    name = "base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight"
+    model.get_parameter(name).requires_grad_()
+    plain = copy.deepcopy(model)
+    tops.fuse(model)
+    assert name in results(model)[1]
+    assert_same(plain, model)
+
+
 def test_training_saves_fewer_bytes_and_compiles() -> None:
     plain, model = adapted(), adapted()
     report = tops.fuse(model)

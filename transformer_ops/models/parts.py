@@ -184,7 +184,7 @@ _LINEAR_IN_4_BITS = Pattern(
     return bnb.matmul_4bit(H, self.weight, bias=B, quant_state=Q).to(D)
     """
 )
-# That of LLM.int8() (Dettmers et al. 2022), which rounds each row of its input, too.
+# The product of LLM.int8() (Dettmers et al. 2022), which rounds each row of its input, too.
 _LINEAR_IN_8_BITS = Pattern(
     """
     self.state.is_training = self.training

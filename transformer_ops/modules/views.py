@@ -254,6 +254,12 @@ class BorrowedLoRALinear(Borrowed, LoRALinear):
         own["scaling"] = tuple(one.scaling for _, one in adapters)
         own["_forwards"] = [class_of(one).forward for one in self._owners()]
 
+    @property
+    def owner(self) -> nn.Module:
+        """The layer of the first product."""
+        found: nn.Module = self.__dict__["_parts"][0].module
+        return found
+
     def _owners(self) -> list[nn.Module]:
         own = self.__dict__
         products = (module for part in own["_parts"] for module in (part.module, part.base))

@@ -43,7 +43,7 @@ def names_of(modules: Sequence[nn.Module], paths: Iterable[str], whole: str) -> 
 
 
 def _name_of(module: nn.Module, basic: BasicOperation, path: str, whole: str) -> OpName:
-    owner = basic._parameter_owner
+    owner = basic.owner
     name = type(module if owner is basic else owner).__name__
     around, dot, _ = path.rpartition(".")
     if dot and (not around or around.endswith(".")):
