@@ -140,6 +140,33 @@ def test_calls_of_other_decoders(model: str, name: str) -> None:
     check_calls(model, name, "before")
 
 
+@pytest.mark.parametrize("name", ["no cache", "a new cache", "padding", "a filled cache"])
+@pytest.mark.parametrize("model", ["XGLM", "GPTJ", "Falcon"])
+def test_calls_of_attention_in_other_forms(model: str, name: str) -> None:
+    # XGLM's own statements halve gradients in rows that padding leaves nothing to read.
+    runs_ops = name != "a filled cache" and (model, name) != ("XGLM", "padding")
+    check_calls(model, name, "before", runs_ops)
+
+
+def test_scores_by_hand_with_dropout() -> None:
+    """The mean over many draws is that of the plain model; none are dropped in eval()."""
+    plain: Any = make("XGLM")
+    model = copy.deepcopy(plain)
+    tops.fuse(model)
+    x = torch.randn(2, 12, 32, generator=torch.Generator().manual_seed(0))
+    first, second = (one.model.layers[0] for one in (plain, model))
+    for layer in (first, second):
+        layer.self_attn.dropout = 0.5
+    torch.testing.assert_close(second(x), first(x))
+    means = []
+    for layer in (first.train(), second.train()):
+        torch.manual_seed(0)
+        assert not layer(x).equal(layer(x))
+        means.append(torch.stack([layer(x) for _ in range(400)]).mean(0))
+    assert "Attention" in str(second.fused.explain())
+    torch.testing.assert_close(*means, rtol=0.1, atol=0.1)
+
+
 @pytest.mark.parametrize("name", ["q_norm", "k_norm"])
 def test_norms_whose_weights_are_no_parameters(name: str) -> None:
     plain = make("Qwen3")
@@ -244,9 +271,9 @@ def test_padding_in_bfloat16_is_as_exact() -> None:
         assert (after - right).norm() <= 1.5 * (before - right).norm() + 1e-4 * right.norm()
 
 
-def check_calls(kind: str, name: str, when: str) -> None:
+def check_calls(kind: str, name: str, when: str, runs: bool | None = None) -> None:
     change, arguments, runs_ops = {**CALLS, **MASKS}[name]
-    runs_ops = runs_ops or (kind, name) == IGNORED
+    runs_ops = (runs_ops or (kind, name) == IGNORED) if runs is None else runs
     plain: Any = make(kind).train()
     for module in plain.modules():
         if isinstance(module, torch.nn.Dropout):

@@ -40,6 +40,16 @@ def forward(
     {after}
     return {result}
 """
+# The rotation of one tensor by the first half of each table, and something else.
+ROTATIONS = """
+def turned(x, cos, sin):
+    n = cos.shape[-1] // 2
+    cos, sin = cos[:, None, :, :n], sin[:, None, :, :n]
+    a, b = x.chunk(2, -1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+def rotated(x, y, cos, sin):
+    return (x * cos.unsqueeze(1)) + (y[:, :1] * sin.unsqueeze(1))
+"""
 PARTS = {
     "flag": "None",
     "products": "q, k, v = (self.q_proj(hidden_states), self.k_proj(hidden_states), "
@@ -62,6 +72,8 @@ READ: dict[str, dict[str, str]] = {
         "rotation": "q, k = apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=2)\n"
         "q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.swapaxes(1, 2)",
     },
+    "rotated in the other order": {"rotation": "k, q = apply_rotary_pos_emb(k, q, sin, cos)"},
+    "rotated one by one": {"rotation": "q, k = turned(q, cos, sin), turned(k, sin=sin, cos=cos)"},
     "scaled queries": {"before": "q = q * self.scaling", "scaling": "1.0"},
     "scaled keys, divided": {"before": "k = k / 2", "scaling": "2 * self.scaling"},
     "heads joined": {
@@ -80,7 +92,9 @@ NOT_READ: dict[str, dict[str, str]] = {
     "scaled values": {"before": "v = v * 2"},
     "scaled in part": {"before": "q = torch.cat([q[..., :4] * 2, q[..., 4:]], -1)"},
     "something added": {"before": "q = q + 1"},
-    "rotated in the other order": {"rotation": "k, q = apply_rotary_pos_emb(k, q, sin, cos)"},
+    "rotated by something else": {
+        "rotation": "q, k = rotated(q, k, cos, sin), rotated(k, q, cos, sin)"
+    },
     "rotated twice": {"rotation": PARTS["rotation"] + "\n" + PARTS["rotation"]},
     "only queries rotated": {"rotation": "q, _ = apply_rotary_pos_emb(q, k, cos, sin)"},
     "tables in part": {
@@ -108,7 +122,7 @@ def changed(texts: dict[str, str], folder: Path) -> type[Any]:
         "import torch\nfrom transformers.models.llama.modeling_llama import *\n"
         "from transformers.models.llama.modeling_llama import (ALL_ATTENTION_FUNCTIONS, "
         "LlamaAttention, apply_rotary_pos_emb, eager_attention_forward)\n"
-        "class Changed(LlamaAttention):\n"
+        f"{ROTATIONS}class Changed(LlamaAttention):\n"
         f"{forward}\n"
         "    def join(self, o):\n        return o.flatten(2)\n"
     )

@@ -93,6 +93,14 @@ BART |= {"encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "max_position_embeddings"
 BART |= {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "pad_token_id": 0}
 WHISPER = {k: v for k, v in BART.items() if k != "max_position_embeddings"}
 WHISPER |= {"max_target_positions": 16, "max_source_positions": 16, "num_mel_bins": 8}
+XGLM: dict[str, Any] = {
+    "d_model": 32,
+    "ffn_dim": 64,
+    "num_layers": 2,
+    "attention_heads": 4,
+    "vocab_size": 64,
+}
+XGLM |= dict.fromkeys(("dropout", "attention_dropout", "activation_dropout"), 0.0)
 MODERNBERT = ENCODER | {"cls_token_id": 3, "sep_token_id": 4}
 
 # These have two layers, and a norm behind them.
@@ -161,10 +169,16 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, int]]] = {
     "Bart": (small("BartForConditionalGeneration", "BartConfig", **BART), {"layer": 4}),
     "Falcon": (
         small("FalconForCausalLM", "FalconConfig", **ENCODER),
-        {"feed-forward": 2},
+        {"attention": 2, "feed-forward": 2},
     ),
+    # Sines come before cosines, with a number for each pair.
+    "GPTJ": (small("GPTJForCausalLM", "GPTJConfig", **GPT2, rotary_dim=4), PARALLEL_HALVES),
+    # Scores by hand.
+    "XGLM": (small("XGLMForCausalLM", "XGLMConfig", **XGLM), {"layer": 2}),
     # Its dropout has p = 0, which is no float.
     "Mpt": (small("MptForCausalLM", "MptConfig", **MPT), {"sum": 2}),
+    # Its attention is given away with its weights, as one tuple.
+    "MegatronBert": (masked("MegatronBert"), {"feed-forward": 1, "sum": 4}),
     "T5": (small("T5ForConditionalGeneration", "T5Config", **T5), {"norm": 8, "residual": 4}),
     "T5, gated": (
         small("T5ForConditionalGeneration", "T5Config", **T5, feed_forward_proj="gated-gelu"),

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from ..modules.views import (
     BorrowedDropout,
@@ -28,7 +29,6 @@ from .attention_forms import (
     PARTS,
     check_rotation_of_timm,
     forward_of,
-    is_known_eager,
     known_sdpa,
     names_of_timm,
 )
@@ -42,6 +42,7 @@ from .attention_ops import (
     NoKeyBias,
 )
 from .attention_reading import Reading, part_behind, product, read_attention
+from .attention_statements import CACHES, MASK, TABLES
 from .norms import norm
 from .parts import dtypes_of, linear, part, products
 from .pattern import Names
@@ -60,8 +61,14 @@ _UNKNOWN = (
     "output_attentions",
 )
 
-# The names of the cache in transformers: since 5.24, before, and in some models.
-_CACHES = ("cache", "past_key_values", "layer_past")
+
+def _has_empty_rows(mask: Tensor) -> bool:
+    least = torch.finfo(mask.dtype).min if mask.is_floating_point() else 0
+    return not bool((mask.amax(-1) > least).all())
+
+
+def _at(module: Any, path: Sequence[str]) -> Any:
+    return operator.attrgetter(".".join(path))(module)
 
 
 class TransformersAttention(AttentionCall):
@@ -72,13 +79,12 @@ class TransformersAttention(AttentionCall):
         names = tuple(inspect.signature(class_of(called).forward).parameters)
         self._first, self._parameters = names[1], names[2:]
         self._interface = reading.interface
-        self._sdpa = known_sdpa(self._interface)
-        self._eager = reading.has_eager and is_known_eager(reading.eager)
-        if self._sdpa is None:
+        self._sdpa = None if self._interface is None else known_sdpa(self._interface)
+        if self._interface is not None and self._sdpa is None:
             raise FuseSkip("its attention function is another one")
 
     def functions(self) -> list[Any]:
-        return [self._sdpa]
+        return [] if self._sdpa is None else [self._sdpa]
 
     def rotary_dims(self, module: Any) -> list[int | None]:
         return [None if self.reading.rotation is None else self.reading.head_dim]
@@ -111,7 +117,7 @@ class TransformersAttention(AttentionCall):
         for kind, *what in reading.before:
             if kind == "norm":
                 query, key, is_whole = what
-                norms = [operator.attrgetter(".".join(path))(module) for path in (query, key)]
+                norms = [_at(module, path) for path in (query, key)]
                 ops.append(_norms_of(norms, attention, is_whole=is_whole))
             else:
                 assert reading.rotation is not None
@@ -126,14 +132,14 @@ class TransformersAttention(AttentionCall):
         ops.append(attention)
         for kind, what in reading.after:
             if kind == "part":
-                ops += part_behind(operator.attrgetter(".".join(what))(module))
+                ops += part_behind(_at(module, what))
             else:
                 check_number(module, what)
                 ops.append(BorrowedDropout(module, what))
         return ops
 
     def _products(self, module: Any) -> FusibleOperation:
-        layers = [operator.attrgetter(".".join(path))(module) for path in self.reading.products]
+        layers = [_at(module, path) for path in self.reading.products]
         if len(layers) == 1:
             return product(layers[0])
         found = list(map(linear, layers))
@@ -152,40 +158,60 @@ class TransformersAttention(AttentionCall):
             value = given.get(name)
             if value is not None and value is not False:
                 return None
-        caches = (given.get(name) for name in _CACHES)
+        caches = (given.get(name) for name in CACHES)
         cache = next((found for found in caches if found is not None), None)
         if cache is not None:
             if not self.reading.has_cache or not _is_empty(cache, module.layer_idx):
                 return None
-        function = module.config._attn_implementation
-        mask, is_causal = given.get("attention_mask"), False
-        if function == "sdpa":
-            if self._interface["sdpa"] is not self._sdpa:
+        reading, mask = self.reading, given.get(MASK)
+        is_causal: bool | None = False
+        function = module.config._attn_implementation if self._asks else "sdpa"
+        if reading.is_plain:
+            if function != "sdpa" or (gives_weights and reading.has_weights):
                 return None
-            flag = self.reading.is_causal
-            flag = given.get("is_causal") if flag is None else flag
-            is_causal = getattr(module, "is_causal", True) if flag is None else flag
-        elif function != "eager" or not self._eager or gives_weights:
+        elif function == "sdpa":
+            if self._interface is not None and self._interface["sdpa"] is not self._sdpa:
+                return None
+            is_causal = reading.is_causal
+            if is_causal is None:
+                is_causal = given.get("is_causal")
+            is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        elif function != "eager" or not reading.has_eager or gives_weights:
             return None
-        if mask is not None and not isinstance(mask, Tensor):
+        if reading.dropout and _at(module, reading.dropout).training != module.training:
             return None
+        if mask is None and reading.needs_mask:
+            return None
+        if mask is not None:
+            if not isinstance(mask, Tensor):
+                return None
+            if reading.mask_is_sized and not (mask.dim() == 4 and mask.shape[1] == 1):
+                return None
+            # The gradient of a score that is no more than the least number is halved.
+            if reading.is_clamped and (is_compiling() or _has_empty_rows(mask)):
+                return None
         tables: tuple[Tensor, ...] = ()
         rotary_dim = None
-        if self.reading.rotation is not None:
-            tables = given.get("position_embeddings") or ()
+        if reading.rotation is not None:
+            tables = given.get(TABLES) or ()
             if len(tables) != 2:
                 return None
-            tables = tuple(tables)
-            rotary_dim = tables[0].shape[-1]
-            if self.reading.rotation.is_by_pair:
-                tables = tuple(table[..., : rotary_dim // 2] for table in tables)
+            cos, sin, rotary_dim = reading.rotation.of(*tables)
+            tables = cos, sin
         if mask is None:
             choice = (False, bool(is_causal), rotary_dim, cache is not None, False)
             return AttentionInputs(choice, tables, cache)
         return self.masked(module, mask, tables, rotary_dim, cache)
 
+    @property
+    def _asks(self) -> bool:
+        """Whether the configuration says how attention is computed."""
+        return self._interface is not None or self.reading.asks
+
     def has_plain_softmax(self, module: Any) -> bool:
-        return bool(module.config._attn_implementation == "eager")
+        if self.reading.is_plain:
+            return True
+        return self._asks and bool(module.config._attn_implementation == "eager")
 
 
 def _is_empty(cache: Any, layer: int) -> bool:
@@ -214,6 +240,8 @@ def _is_own(instance: Any, kind: Any, *names: str) -> bool:
 
 class TimmAttention(AttentionCall):
     """A module of timm."""
+
+    gives_pair = False
 
     def __init__(self, module: nn.Module, names: Names) -> None:
         self.names = names

@@ -7,7 +7,7 @@ import inspect
 import sys
 import textwrap
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
@@ -15,18 +15,14 @@ from ..op.borrowed import class_of
 from .pattern import Choices, Names, choices, match_groups
 from .reads import value_of_name
 from .rules import FuseSkip
-from .whole import names_in, patterns
 
 __all__ = [
     "PARTS",
-    "Rotation",
     "check_rotation_of_timm",
     "forward_of",
-    "is_known_eager",
     "known_sdpa",
     "names_around",
     "names_of_timm",
-    "rotation_of",
 ]
 
 PARTS = (("Q", "query"), ("K", "key"), ("V", "value"))
@@ -156,91 +152,6 @@ _AROUND: tuple[Choices, ...] = (
 
 # ---- the functions that they call
 
-_HALVES = patterns(
-    """
-    X = H[..., : H.shape[-1] // 2]
-    Y = H[..., H.shape[-1] // 2 :]
-    return torch.cat((-Y, X), dim=-1)
-    """
-)
-_NEIGHBORS = patterns(
-    """
-    X = H[..., ::2]
-    Y = H[..., 1::2]
-    R = torch.stack([-Y, X], dim=-1).flatten(-2)
-    return R
-    """,
-    """
-    X = H[..., 0::2]
-    Y = H[..., 1::2]
-    return torch.stack((-Y, X), dim=-1).flatten(-2)
-    """,
-)
-_BEGIN_ROTATION = (
-    choices(
-        "",
-        "A, B = Q.dtype, K.dtype",
-        "A = Q.dtype",
-        "A = Q.dtype\nQ = Q.float()\nK = K.float()",
-    ),
-    choices("C = C.unsqueeze(U)\nN = N.unsqueeze(U)"),
-)
-# The tables have a number for each pair, in their first half.
-_BY_PAIR = choices(
-    """
-    C = C[..., : C.shape[-1] // 2].repeat_interleave(2, dim=-1)
-    N = N[..., : N.shape[-1] // 2].repeat_interleave(2, dim=-1)
-    """
-)
-_PARTS_OF_HEADS = """
-R = C.shape[-1]
-D, E = Q[..., :R], Q[..., R:]
-G, J = K[..., :R], K[..., R:]
-"""
-_END_ROTATION = (
-    choices(
-        """
-        X = (Q * C) + (rotate_half(Q) * N)
-        Y = (K * C) + (rotate_half(K) * N)
-        """,
-        # ERNIE
-        """
-        X = (Q.float() * C) + (rotate_half(Q).float() * N)
-        Y = (K.float() * C) + (rotate_half(K).float() * N)
-        """,
-        # ModernBERT
-        """
-        X = Q.float() * C + rotate_half(Q.float()) * N
-        Y = K.float() * C + rotate_half(K.float()) * N
-        """,
-        _PARTS_OF_HEADS
-        + """
-X = torch.cat([(D * C) + (rotate_half(D) * N), E], dim=-1)
-Y = torch.cat([(G * C) + (rotate_half(G) * N), J], dim=-1)
-        """,
-        _PARTS_OF_HEADS
-        + """
-X = (D * C) + (rotate_half(D) * N)
-Y = (G * C) + (rotate_half(G) * N)
-X = torch.cat([X, E], dim=-1)
-Y = torch.cat([Y, J], dim=-1)
-        """,
-        """
-        R = C.shape[-1]
-        Q, E = Q[..., :R], Q[..., R:]
-        K, J = K[..., :R], K[..., R:]
-        X = (Q * C) + (rotate_half(Q) * N)
-        Y = (K * C) + (rotate_half(K) * N)
-        """,
-    ),
-    choices(
-        "return X, Y",
-        "return torch.cat((X, E), dim=-1), torch.cat((Y, J), dim=-1)",
-        "return X.to(A), Y.to(B)",
-        "return X.to(dtype=A), Y.to(dtype=A)",
-        "return X.to(A), Y.to(A)",
-    ),
-)
 # timm's, whose tables are next to each other.
 _APPLY_OF_TIMM = choices("S, C = E.chunk(2, -1)\nreturn apply_rot_embed(X, S, C, half=Z)")
 _APPLY_PARTS_OF_TIMM = choices(
@@ -256,29 +167,6 @@ _NEIGHBORS_OF_TIMM = choices(
     "return torch.stack([-X[..., 1::2], X[..., ::2]], -1).reshape(X.shape)"
 )
 _HALVES_OF_TIMM = choices("A, B = X.chunk(2, dim=-1)\nreturn torch.cat([-B, A], dim=-1)")
-_REPEATED = """
-K = repeat_kv(K, M.num_key_value_groups)
-V = repeat_kv(V, M.num_key_value_groups)
-"""
-_EAGER = (
-    choices(_REPEATED.replace("K =", "X =").replace("V =", "Y ="), ""),
-    choices("if Z is None:\n    Z = Q.size(-1) ** -0.5", ""),
-    choices(
-        "W = torch.matmul(Q, X.transpose(2, 3)) * Z",
-        "W = torch.matmul(Q, K.transpose(2, 3)) * Z",
-        "W = torch.matmul(Q, K.transpose(-1, -2)) * Z",
-    ),
-    choices("if A is not None:\n    W = W + A"),
-    choices(
-        "W = nn.functional.softmax(W, dim=-1, dtype=torch.float32).to(Q.dtype)",
-        "W = nn.functional.softmax(W, dim=-1)",
-        "W = nn.functional.softmax(W, dim=-1)\nW = W.type(V.dtype)",
-    ),
-    choices("W = nn.functional.dropout(W, p=P, training=M.training)"),
-    choices("O = torch.matmul(W, Y)", "O = torch.matmul(W, V)"),
-    choices("O = O.transpose(1, 2).contiguous()", "O = O.transpose(1, 2)"),
-    choices("return O, W"),
-)
 # Repeats the heads of keys and values.
 _REPEAT = (
     choices("B, C, T, Z = H.shape"),
@@ -327,29 +215,6 @@ def names_around(module: nn.Module) -> Names | None:
     return match_groups(forward_of(module), _AROUND)
 
 
-class Rotation(NamedTuple):
-    """How queries and keys are rotated."""
-
-    is_interleaved: bool
-    is_by_pair: bool
-
-
-def rotation_of(apply: Any) -> tuple[Rotation, Names] | None:
-    """How a function rotates queries and keys, and the names of what it takes; None for another
-    function."""
-    rotate = getattr(apply, "__globals__", {}).get("rotate_half")
-    for is_by_pair, middle in ((False, ()), (True, (_BY_PAIR,))):
-        names = match_groups(apply, (*_BEGIN_ROTATION, *middle, *_END_ROTATION))
-        if names is None:
-            continue
-        for is_interleaved, forms in ((False, _HALVES), (True, _NEIGHBORS)):
-            if any(names_in(rotate, form) is not None for form in forms):
-                # A number for each pair, of pairs that are apart, would be another rotation.
-                if is_interleaved or not is_by_pair:
-                    return Rotation(is_interleaved, is_by_pair), names
-    return None
-
-
 def check_rotation_of_timm(known: Mapping[str, Any]) -> None:
     """FuseSkip if the function of a module rotates in a way that is not known."""
     whole = known.get("apply_rot_embed_cat")
@@ -372,11 +237,6 @@ def known_sdpa(interface: Any) -> Any:
         return None
     is_known = set(inspect.signature(function).parameters) <= _OF_SDPA and _repeats(function)
     return function if is_known else None
-
-
-def is_known_eager(function: Any) -> bool:
-    """Whether a function computes attention step by step."""
-    return match_groups(function, _EAGER) is not None and _repeats(function)
 
 
 def _repeats(function: Any) -> bool:

@@ -47,6 +47,8 @@ class AttentionInputs(NamedTuple):
 class AttentionCall:
     """What is known of an attention module: its ops, and what a call of it gives them."""
 
+    gives_pair = True  # not the result alone
+
     @property
     def by_head(self) -> bool:
         """Whether query, key and value of each head are next to each other."""

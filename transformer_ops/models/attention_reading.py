@@ -6,11 +6,12 @@ that a statement asks for are absent, which each call is asked again.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,12 +20,11 @@ from torch import Tensor, nn
 from ..modules.views import BorrowedLinear, BorrowedLoRALinear, is_torch
 from ..op.base import FusibleOperation
 from .adapters import base_of
-from .attention_forms import Rotation, rotation_of
+from .attention_rotation import Rotation, kind_of_rotation
 from .attention_statements import (
     CACHES,
     MASK,
     PLAIN,
-    TABLES,
     UNKNOWN,
     WEIGHTS,
     Frame,
@@ -33,6 +33,7 @@ from .attention_statements import (
     Owned,
     Path,
     Rows,
+    Scores,
     Unknown,
 )
 from .parts import part, products
@@ -50,8 +51,10 @@ Steps = tuple[Step, ...]
 _PRODUCT: Steps = (("product",),)
 _ATTENTION: Steps = (("attention",),)
 _COLUMNS, _ROWS = 1 << 24, 1 << 8
-# Batch and sequence of the two runs.
-_SIZES = ((2, 3), (3, 5))
+# What an attention module calls.
+_CALLED = {"get_interface", "scaled_dot_product_attention", "softmax"}
+# Batch, sequence and dtype of the two runs.
+_SIZES = ((2, 3, torch.float32), (3, 5, torch.float16))
 
 
 class Reading(NamedTuple):
@@ -71,7 +74,14 @@ class Reading(NamedTuple):
         has_cache: whether a cache may be given.
         has_eager: whether it is the same without torch's attention.
         absent: arguments that have to be None or False in a call.
-        interface, eager: what chooses the function of attention, and the one in the source.
+        interface: what chooses the function of attention; None where statements compute it.
+        asks: whether these statements are those of the implementation "sdpa".
+        has_weights: whether the second result may be the weights of attention.
+        is_plain: whether the statements compute scores and their softmax.
+        dropout: the submodule that drops weights.
+        is_clamped: whether masked scores are raised to the least number.
+        mask_is_sized: whether a mask is the same for all heads, and has as many rows as columns.
+        needs_mask: whether a call has to have a mask.
     """
 
     products: tuple[Path, ...]
@@ -88,8 +98,14 @@ class Reading(NamedTuple):
     has_cache: bool
     has_eager: bool
     absent: frozenset[str]
-    interface: Any
-    eager: Any
+    interface: Any = None
+    asks: bool = False
+    has_weights: bool = False
+    is_plain: bool = False
+    dropout: Path = ()
+    is_clamped: bool = False
+    mask_is_sized: bool = False
+    needs_mask: bool = False
 
 
 # What an attribute may be beside a number.
@@ -117,7 +133,8 @@ def _at(module: nn.Module, path: Path) -> Any:
 
 _LOOKS: dict[str, Callable[..., Any]] = {
     "value": _value_at,
-    "rotation": lambda module, function: rotation_of(function),
+    "names": lambda module, function: objects_of(function),
+    "dropout": lambda module, path: _p_of(_at(module, path)),
     "has": lambda module, path: hasattr(_at(module, path[:-1]), path[-1]),
     "product": lambda module, path: _width([product(_at(module, path))]),
     "part": lambda module, path, width: _width(part_behind(_at(module, path)), width),
@@ -127,15 +144,27 @@ _LOOKS: dict[str, Callable[..., Any]] = {
 }
 
 
+def _p_of(module: Any) -> Any:
+    return module.p if is_torch(module, nn.Dropout) else None
+
+
 class _Reader:
     """One run of a `forward`."""
 
     def __init__(
-        self, module: nn.Module, function: Any, run: int, has_cache: bool, implementation: str
+        self,
+        module: nn.Module,
+        function: Any,
+        run: int,
+        has_mask: bool,
+        has_cache: bool = False,
+        implementation: str = "sdpa",
     ) -> None:
         self.module, self.is_training, self.has_cache = module, run == 0, has_cache
-        self.implementation = implementation
-        self.batch, self.length = _SIZES[run]
+        self.implementation, self.has_mask = implementation, has_mask
+        self.batch, self.length, self.dtype = _SIZES[run]
+        self.asks = self.mask_is_sized = False
+        self.interface: Any = None
         self.steps: list[Steps] = [(), _ATTENTION]
         self.products: list[tuple[Path, int]] = []
         self.absent: set[str] = set()
@@ -143,7 +172,7 @@ class _Reader:
         self.widths: dict[Steps, int] = {}  # of rows, by what was done to them
         self.rotation: Rotation | None = None
         self.found: Reading | None = None
-        self.cached: tuple[Any, ...] | None = None
+        self.cached: Sequence[Rows] = ()  # keys and values
         self.function = function
 
     def read(self) -> Reading:
@@ -152,18 +181,28 @@ class _Reader:
         names = list(parameters)
         self.defaults = {name: one.default for name, one in parameters.items()}
         given: dict[str, Any] = {name: Given(name) for name in names[2:]}
-        given |= {name: None for name in CACHES if name in given and not self.has_cache}
+        absent = [name for name in CACHES if not self.has_cache]
+        absent += [] if self.has_mask else [MASK]
+        given |= {name: None for name in absent if name in given}
         given |= {names[0]: Owned(()), names[1]: Rows(torch.empty(0))}
         self.input = given[names[1]]
         result = Frame(self, self.function, given).run()
         if not isinstance(result, tuple) or len(result) < 2 or not isinstance(result[0], Rows):
             raise Unknown("its result is no pair")
-        if self.found is None or result[1] is not WEIGHTS:
+        weights = result[1]
+        is_softmax = isinstance(weights, Scores) and weights.p is not None
+        if self.found is None or not (weights is WEIGHTS or weights is None or is_softmax):
             raise Unknown("it does not return what attention gives")
         if result[0].at.dim() != 3:
             raise Unknown("its result has other rows")
-        after = self.whole_rows(result[0])[1:]
-        return self.found._replace(after=after, absent=frozenset(self.absent))
+        return self.found._replace(
+            after=self.whole_rows(result[0])[1:],
+            absent=frozenset(self.absent),
+            interface=self.interface,
+            asks=self.asks and self.interface is None,
+            has_weights=weights is not None,
+            mask_is_sized=self.mask_is_sized,
+        )
 
     # ---- attributes
 
@@ -178,6 +217,7 @@ class _Reader:
         if path[-1] == "training":
             return self.is_training
         if path[-1] == "_attn_implementation":
+            self.asks = True
             return self.implementation
         if path[-1] == "dtype":
             return UNKNOWN
@@ -257,64 +297,146 @@ class _Reader:
             raise Unknown("it normalizes parts of heads")
         return ("norm", path, width)
 
-    def rotate(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        known = self.look("rotation", function)
+    def rotate(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """A function of queries, keys and tables: what it does to numbers is seen by trying it."""
+        rows = [one for one in (*args, *kwargs.values()) if isinstance(one, Rows)]
+        known = kind_of_rotation(self, function, args, kwargs, rows)
         if known is None:
             raise Unknown(f"what {function.__name__} does is not known")
-        rotation, names = known
-        bound = inspect.signature(function).bind(*args, **kwargs)
-        bound.apply_defaults()
-        given = bound.arguments
-        tables = [given.get(names[name]) for name in ("C", "N")]
-        if tables != [Given(TABLES, 0), Given(TABLES, 1)] or self.rotation not in (
-            None,
-            rotation,
-        ):
+        if self.rotation not in (None, known):
             raise Unknown("its tables are others")
-        self.rotation = rotation
-        found = []
-        for name in ("Q", "K"):
-            rows = given[names[name]]
-            number = rows.at % (_ROWS * _COLUMNS) // _COLUMNS
-            wanted = torch.arange(self.batch * self.length).view(self.batch, self.length, 1)
-            if rows.at.dim() != 4 or not number.eq(wanted.unsqueeze(given[names["U"]])).all():
-                raise Unknown("its tables are those of other dimensions")
-            found.append(self.with_step(rows, ("rotation",)))
-        return tuple(found)
+        self.rotation = known
+        found = tuple(self.with_step(one, ("rotation",)) for one in rows)
+        return found if len(found) > 1 else found[0]
+
+    def row_of(self, rows: Rows) -> Tensor:
+        """Which row each number comes from."""
+        return rows.at % (_ROWS * _COLUMNS) // _COLUMNS
 
     # ---- attention
 
-    def attend(self, interface: Interface, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def choose(self, interface: Interface, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """A call of the function of attention that the configuration names."""
         if len(args) == 4 and MASK in kwargs:
-            args = (*args, kwargs[MASK])
-        if self.found is not None or len(args) != 5 or args[0] != Owned(()):
+            args = (*args, kwargs.pop(MASK))
+        if self.interface is not None or len(args) != 5 or args[0] != Owned(()):
             raise Unknown("attention is called in another way")
-        if args[4] is None:
-            self.absent.add(MASK)
-        elif args[4] != Given(MASK):
-            raise Unknown("its mask is another one")
-        if not all(isinstance(one, Rows) for one in args[1:4]):
-            raise Unknown("attention takes something else")
-        if self.cached is not None and self.cached != tuple(one.at.data_ptr() for one in args[2:4]):
-            raise Unknown("the cache takes something else")
+        self.interface = interface.table
+        if self.implementation == "eager":
+            return Frame(self, interface.eager, {}).inside(interface.eager, args, kwargs)
         if any(kwargs.get(name) is not None for name in ("softcap", "s_aux", "position_bias")):
             raise Unknown("its scores are changed")
-        query, key, value = (self.heads(one) for one in args[1:4])
-        head_dim = query[0].shape[1]
-        columns = [one[0] for one in (query, key, value)]
+        scale, p = kwargs.get("scaling"), kwargs.get("dropout", 0.0)
+        query, key, value, mask = args[1:]
+        found = self.attend_with(query, key, value, mask, p, kwargs.get("is_causal"), scale)
+        return Rows(found.at.transpose(1, 2)), WEIGHTS
+
+    def attend_with(
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        attn_mask: Any = None,
+        dropout_p: Any = 0.0,
+        is_causal: Any = None,
+        scale: Any = None,
+    ) -> Rows:
+        """Attention of torch."""
+        if attn_mask not in (None, Given(MASK)):
+            raise Unknown("its mask is another one")
+        if not isinstance(scale, float | int | None) or not isinstance(is_causal, bool | None):
+            raise Unknown("its scale is no number")
+        found = self.attend(query, key, value, attn_mask is not None, dropout_p, scale)
+        assert self.found is not None
+        if self.interface is None:
+            is_causal = bool(is_causal)
+        self.found = self.found._replace(is_causal=is_causal)
+        return found
+
+    # Scores by hand: the product of queries and keys, a scale, a mask, the softmax, dropout, and
+    # the product with values.
+
+    def product(self, first: Any, second: Any) -> Rows:
+        """A product of queries and keys, or of weights and values."""
+        if type(first) is Scores and type(second) is Rows and first.p is not None:
+            shape = *first.at.shape[:-1], second.at.shape[-1]
+            if first.has_columns and (*shape[:-2], first.at.shape[-1]) == second.at.shape[:-1]:
+                query, key, value = (
+                    Rows(one.at.reshape(self.batch, -1, *one.at.shape[-2:]))
+                    for one in (first.query, first.key, second)
+                )
+                found = self.attend(query, key, value, first.is_masked, first.p, first.scale)
+                assert self.found is not None
+                self.found = self.found._replace(
+                    is_plain=True, is_clamped=first.is_clamped, dropout=first.dropout
+                )
+                return Rows(found.at.reshape(shape))
+        elif type(first) is Rows and type(second) is Rows and first is not self.input:
+            shape = *first.at.shape[:-1], second.at.shape[-1]
+            if (*shape[:-2], first.at.shape[-1]) == second.at.shape[:-1] and len(shape) > 2:
+                key = Rows(second.at.transpose(-1, -2))
+                return Scores(torch.arange(math.prod(shape)).view(shape), first, key)
+        raise Unknown("it multiplies something else")
+
+    def scaled(self, scores: Scores, factor: float) -> Scores:
+        if scores.p is not None or scores.is_masked:
+            raise Unknown("its scores are changed")
+        return dataclasses.replace(scores, scale=scores.scale * factor)
+
+    def masked(self, scores: Scores) -> Scores:
+        is_whole = scores.has_columns and scores.at.dim() == 4
+        if scores.p is not None or scores.is_masked or not is_whole:
+            raise Unknown("its scores are changed")
+        return dataclasses.replace(scores, is_masked=True)
+
+    def softmax(self, scores: Scores, dim: Any = None, dtype: Any = None) -> Scores:
+        if scores.p is not None or dim != -1 or not scores.has_columns:
+            raise Unknown("its softmax is another one")
+        return dataclasses.replace(scores, p=0.0)
+
+    def dropped(self, scores: Scores, p: Any, path: Path = ()) -> Scores:
+        """Weights of which some are dropped."""
+        if scores.p != 0.0 or not isinstance(p, int | float):
+            raise Unknown("its dropout is another one")
+        return dataclasses.replace(scores, p=float(p), dropout=path)
+
+    def p_of(self, path: Path) -> float:
+        p = self.look("dropout", path)
+        if p is None:
+            raise Unknown(f"{'.'.join(path)} is no dropout")
+        return float(p) if self.is_training else 0.0
+
+    def mask_size(self) -> tuple[int, ...]:
+        self.mask_is_sized = True
+        return (self.batch, 1, self.length, self.length)
+
+    def attend(
+        self, query: Any, key: Any, value: Any, is_masked: bool, p: Any, given: float | None
+    ) -> Rows:
+        """Attention of heads [batch, heads, length, head_dim]."""
+        given_rows = query, key, value
+        if self.found is not None or not all(type(one) is Rows for one in given_rows):
+            raise Unknown("attention takes something else")
+        for one, cached in zip((key, value), self.cached, strict=False):
+            count = one.at.shape[1] // cached.at.shape[1]
+            if not one.at[:, ::count].equal(cached.at):
+                raise Unknown("the cache takes something else")
+        if self.has_mask and not is_masked:
+            self.absent.add(MASK)
+        parts = [self.heads(one) for one in given_rows]
+        head_dim = parts[0][0].shape[1]
+        columns = [one[0] for one in parts]
         if {one.shape[1] for one in columns} != {head_dim} or len(columns[1]) != len(columns[2]):
             raise Unknown("its keys and values have different widths")
+        # Each head of keys may be there several times.
+        count = len(columns[1]) // len(columns[1].unique(dim=0))
+        columns[1:] = (self.unrepeated(one, count) for one in columns[1:])
         products, by_head = self.packed(columns)
-        before, scale = self.before(query, key, value)
+        before, scale = self.before(*parts)
         if by_head and any(step[0] == "norm" for step in before):
             raise Unknown("it normalizes heads that are not side by side")
-        given = kwargs.get("scaling")
-        p = kwargs.get("dropout", 0.0)
         if not isinstance(p, int | float) or (p and not self.is_training):
             raise Unknown("its dropout is another one")
-        is_causal = kwargs.get("is_causal")
-        if not isinstance(given, float | int | None) or not isinstance(is_causal, bool | None):
-            raise Unknown("its scale is no number")
         self.found = Reading(
             products,
             len(columns[0]),
@@ -326,16 +448,21 @@ class _Reader:
             (),
             scale * (head_dim**-0.5 if given is None else given),
             float(p),
-            is_causal,
+            False,
             False,
             False,
             frozenset(),
-            interface.table,
-            interface.eager,
         )
         heads, width = len(columns[0]), len(columns[0]) * head_dim
         output = self.new_rows(_ATTENTION, 0, width).at
-        return Rows(output.view(self.batch, self.length, heads, head_dim)), WEIGHTS
+        return Rows(output.view(self.batch, self.length, heads, head_dim).transpose(1, 2))
+
+    def unrepeated(self, columns: Tensor, count: int) -> Tensor:
+        """The heads of keys, of which each is there so many times."""
+        found = columns[::count]
+        if not found.repeat_interleave(count, 0).equal(columns):
+            raise Unknown("its heads are repeated in another way")
+        return found
 
     def heads(self, rows: Rows) -> tuple[Tensor, list[Steps]]:
         """The columns [heads, head_dim] of queries, keys or values, and what was done to the
@@ -390,6 +517,8 @@ class _Reader:
             if "scale" in kinds and "norm" in kinds[kinds.index("scale") :]:
                 raise Unknown("it normalizes what is scaled")
             scale *= math.prod(step[1] for step in first if step[0] == "scale")
+            if steps is key and self.cached and "scale" in kinds:
+                raise Unknown("the cache takes scaled keys")
             found.append([step for step in first if step[0] != "scale"])
         kinds, others = ([step[0] for step in one] for one in found)
         if kinds != others or rotated[0] != rotated[1]:
@@ -437,7 +566,7 @@ def _known(function: Any, objects: Objects) -> list[tuple[dict[Any, Any], Readin
 def read_attention(module: nn.Module, function: Any) -> Reading:
     """What a `forward` of an attention module computes. FuseUnfit with the reason for another
     one."""
-    if "get_interface" not in function.__code__.co_names:
+    if _CALLED.isdisjoint(function.__code__.co_names):
         raise FuseUnfit(f"the forward of {name_of(module)} is not known")
     known = _known(function, objects_of(function))
 
@@ -455,24 +584,49 @@ def read_attention(module: nn.Module, function: Any) -> Reading:
 
 def _read(module: nn.Module, function: Any) -> tuple[dict[Any, Any], Reading | str]:
     looks: dict[Any, Any] = {}
+    reasons: list[str] = []
 
-    def read(run: int, has_cache: bool = False, implementation: str = "sdpa") -> Reading:
-        reader = _Reader(module, function, run, has_cache, implementation)
+    def run(*args: Any, **options: Any) -> Reading | None:
+        reader = _Reader(module, function, *args, **options)
         reader.looks = looks
-        return reader.read()
+        try:
+            return reader.read()
+        except Unknown as unknown:
+            reasons.append(str(unknown))
+            return None
+
+    def read(number: int, **options: Any) -> Reading | None:
+        """What calls with and without a mask have in common."""
+        masked, other = run(number, True, **options), run(number, False, **options)
+        if masked is None or other is None:
+            found = masked or other
+            none = {MASK} if masked is None and MASK in defaults else frozenset()
+            return found and found._replace(needs_mask=other is None, absent=found.absent | none)
+        common = other._replace(
+            is_clamped=masked.is_clamped,
+            mask_is_sized=masked.mask_is_sized,
+            absent=masked.absent | other.absent,
+        )
+        same = common._replace(is_causal=masked.is_causal, absent=masked.absent)
+        return common if same == masked else None
+
+    defaults = inspect.signature(function).parameters
+    found = read(0)
+    if found is None:
+        return looks, (reasons or ["it asks for its mask"])[0]
+    if read(1) != found._replace(p=0.0):
+        return looks, "it depends on sizes"
 
     def is_same(**options: Any) -> bool:
-        try:
-            return read(0, **options) == found
-        except Unknown:
-            return False
+        other = read(0, **options)
+        return other is not None and found == other._replace(
+            is_causal=found.is_causal,
+            is_plain=found.is_plain,
+            has_weights=found.has_weights,
+            asks=found.asks,
+        )
 
-    try:
-        found = read(0)
-        if read(1) != found._replace(p=0.0):
-            raise Unknown("it depends on sizes")
-    except Unknown as unknown:
-        return looks, str(unknown)
     return looks, found._replace(
-        has_cache=is_same(has_cache=True), has_eager=is_same(implementation="eager")
+        has_cache=is_same(has_cache=True),
+        has_eager=found.interface is not None and is_same(implementation="eager"),
     )

@@ -14,7 +14,7 @@ import math
 import operator
 import types
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,9 +33,11 @@ __all__ = [
     "Frame",
     "Given",
     "Interface",
+    "Numbers",
     "Owned",
     "Path",
     "Rows",
+    "Scores",
     "Unknown",
 ]
 
@@ -76,8 +78,33 @@ class Rows:
     at: Tensor
 
 
-# The second result of attention, and what nobody knows.
-WEIGHTS, UNKNOWN = object(), object()
+@dataclass(eq=False)
+class Numbers(Rows):
+    """Numbers of their own, to see what a function does to them."""
+
+
+@dataclass(eq=False)
+class Scores(Rows):
+    """Products of queries and keys, or their softmax: where each of them is."""
+
+    query: Rows
+    key: Rows
+    scale: float = 1.0
+    is_masked: bool = False
+    is_clamped: bool = False
+    p: float | None = None  # None before the softmax
+    dropout: Path = ()
+
+    @property
+    def has_columns(self) -> bool:
+        """Whether the last dimension has all scores of a row."""
+        return self.at.flatten().equal(torch.arange(self.at.numel())) and (
+            self.at.shape[-1] == self.key.at.shape[-2]
+        )
+
+
+# The second result of torch's attention, what nobody knows, and the least number of a dtype.
+WEIGHTS, UNKNOWN, FINFO, LEAST = object(), object(), object(), object()
 _OPERATORS: dict[type, Callable[..., Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -100,9 +127,13 @@ _OPERATORS: dict[type, Callable[..., Any]] = {
 }
 _VIEWS = {"chunk", "dim", "expand", "flatten", "movedim", "permute", "repeat_interleave", "reshape"}
 _VIEWS |= {"size", "split", "squeeze", "swapaxes", "transpose", "unbind", "unflatten", "unsqueeze"}
-_VIEWS |= {"view"}
+_VIEWS |= {"reshape_as", "view", "view_as"}
 _CASTS = {"clone", "contiguous", "float", "to", "type", "type_as"}
-_JOINS = (torch.cat, torch.concat, torch.split, torch.chunk, torch.unbind, torch.transpose)
+_JOINS: tuple[Any, ...] = (torch.cat, torch.concat, torch.split, torch.chunk, torch.unbind)
+_JOINS += (torch.transpose, torch.stack, torch.repeat_interleave)
+_PRODUCTS = (torch.matmul, torch.bmm)
+_SOFTMAX = (nn.functional.softmax, torch.softmax)
+_ARITHMETIC = (ast.Add, ast.Sub, ast.Mult, ast.Div)
 _PURE = (int, float, bool, len, min, max, tuple, math.sqrt, math.prod)
 PLAIN = (bool, int, float, str, type(None))
 
@@ -153,7 +184,9 @@ class Frame:
         found = self.value(node)
         if isinstance(found, Given) and found.name != TABLES:
             if found.name == MASK:
-                raise Unknown("it asks for its mask")
+                return True
+            if found.name == "position_bias":
+                raise Unknown("its scores are changed")
             if found.name in CACHES:
                 return self.reader.has_cache
             if self.reader.defaults[found.name] not in (None, False, inspect.Parameter.empty):
@@ -191,11 +224,13 @@ class Frame:
             if owner is self.reader.input and name == "shape":
                 return (self.reader.batch, self.reader.length, UNKNOWN)
             if name in ("dtype", "device"):
-                return UNKNOWN
+                return self.reader.dtype if name == "dtype" else UNKNOWN
             if name == "shape":
                 return tuple(owner.at.shape)
         if isinstance(owner, types.ModuleType):
             return getattr(owner, name)
+        if owner is FINFO and name == "min":
+            return LEAST
         raise Unknown(f"what `{ast.unparse(node)}` is is not known")
 
     def _Tuple(self, node: ast.Tuple | ast.List) -> Any:
@@ -220,7 +255,7 @@ class Frame:
     def _Subscript(self, node: ast.Subscript) -> Any:
         owner, index = self.value(node.value), self.value(node.slice)
         if isinstance(owner, Rows) and owner is not self.reader.input:
-            return Rows(owner.at[index])
+            return replace(owner, at=owner.at[index])
         if isinstance(owner, tuple | list) and isinstance(index, int | slice):
             return owner[index]
         if owner == Given(TABLES) and index in (0, 1):
@@ -234,6 +269,8 @@ class Frame:
         if isinstance(node.op, ast.Not):
             return not self.truth(node.operand)
         found = self.value(node.operand)
+        if isinstance(found, Numbers) and isinstance(node.op, ast.USub):
+            return Numbers(-found.at)
         if not isinstance(found, int | float):
             raise Unknown(f"what `{ast.unparse(node)}` is is not known")
         return _OPERATORS[type(node.op)](found)
@@ -244,6 +281,21 @@ class Frame:
         if isinstance(second, Rows) and kind is ast.Mult:
             first, second = second, first
         is_number = isinstance(second, int | float)
+        if isinstance(first, Numbers) and (is_number or isinstance(second, Numbers)):
+            if kind in _ARITHMETIC:
+                other = second.at if isinstance(second, Numbers) else second
+                try:
+                    return Numbers(_OPERATORS[kind](first.at, other))
+                except RuntimeError as error:
+                    raise Unknown(str(error)) from None
+        if isinstance(first, Rows) and kind is ast.MatMult:
+            return self.reader.product(first, second)
+        if isinstance(first, Scores):
+            if is_number and kind in (ast.Mult, ast.Div) and not first.is_masked:
+                return self.reader.scaled(first, _OPERATORS[kind](1.0, second))
+            if second == Given(MASK) and kind is ast.Add:
+                return self.reader.masked(first)
+            raise Unknown("its scores are changed")
         if isinstance(first, Rows) and is_number and kind in (ast.Mult, ast.Div):
             return self.reader.with_step(first, ("scale", _OPERATORS[kind](1.0, second)))
         if kind not in _OPERATORS:
@@ -278,7 +330,8 @@ class Frame:
             return is_there is (kind is ast.IsNot)
         if UNKNOWN in (first, second):
             return UNKNOWN
-        if not isinstance(first, PLAIN) or not isinstance(second, (*PLAIN, tuple)):
+        kinds = (*PLAIN, tuple, torch.dtype)
+        if not isinstance(first, kinds) or not isinstance(second, kinds):
             raise Unknown(f"`{ast.unparse(node)}` is not known")
         return _OPERATORS[kind](first, second)
 
@@ -298,26 +351,58 @@ class Frame:
         function = self.value(node.func)
         reader = self.reader
         if isinstance(function, Interface):
-            return reader.attend(function, args, kwargs)
+            return reader.choose(function, args, kwargs)
+        if function is nn.functional.scaled_dot_product_attention:
+            return reader.attend_with(*args, **kwargs)
         if isinstance(function, Owned):
             if len(args) == 1 and isinstance(args[0], Rows) and not kwargs:
                 if reader.is_module(function.path):
+                    if isinstance(args[0], Scores):
+                        return reader.dropped(args[0], reader.p_of(function.path), function.path)
                     return reader.call_part(function.path, args[0])
         if function in (getattr, hasattr):
             return self.get(function, args)
         if function is isinstance and args[0] in map(Given, CACHES):
             return False
         if function is nn.functional.dropout and len(args) == 1 and isinstance(args[0], Rows):
+            if isinstance(args[0], Scores):
+                return reader.dropped(args[0], kwargs["p"] if kwargs["training"] else 0.0)
             return self.dropout(node, args[0], kwargs)
+        if any(function is one for one in _PRODUCTS):
+            return reader.product(*args)
+        if any(function is one for one in _SOFTMAX) and isinstance(args[0], Scores):
+            return reader.softmax(args[0], *args[1:], **kwargs)
+        if function is torch.finfo:
+            return FINFO
+        if function in (torch.full, torch.tensor) and LEAST in args:
+            return LEAST
+        if function is torch.max and len(args) == 2 and args[1] is LEAST:
+            if isinstance(args[0], Scores) and args[0].p is None:
+                return replace(args[0], is_clamped=True)
         if any(function is one for one in _JOINS):
             return self.joined(function, args, kwargs)
         if any(function is one for one in _PURE):
             if all(isinstance(one, (*PLAIN, tuple)) for one in args) and not kwargs:
                 return function(*args)
-        if isinstance(function, types.FunctionType) and len(args) >= 2:
-            if all(isinstance(one, Rows) for one in args[:2]):
+        if isinstance(function, types.FunctionType):
+            given = [*args, *kwargs.values()]
+            if any(isinstance(one, Given) and one.name == TABLES for one in given):
                 return reader.rotate(function, args, kwargs)
+            if any(isinstance(one, Rows) for one in given):
+                return self.inside(function, args, kwargs)
         raise Unknown(f"what `{ast.unparse(node)[:60]}` does is not known")
+
+    def inside(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """What a function gives whose statements are read too."""
+        self.reader.look("names", function)
+        if function_of(function) is not function:
+            raise Unknown(f"{function.__name__} is wrapped")
+        try:
+            bound = inspect.signature(function).bind(*args, **kwargs)
+        except TypeError as error:
+            raise Unknown(str(error)) from None
+        bound.apply_defaults()
+        return Frame(self.reader, function, dict(bound.arguments)).run()
 
     def method(self, owner: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """A method of a tensor, a cache or the module; the reader for another function."""
@@ -330,36 +415,43 @@ class Frame:
                 raise Unknown(f"its input is changed by {name}")
             if name in _CASTS:
                 return owner
+            if name == "softmax" and isinstance(owner, Scores):
+                return reader.softmax(owner, *args, **kwargs)
             if name in _VIEWS:
                 return self.joined(getattr(Tensor, name), (owner, *args), kwargs)
             raise Unknown(f"{name} of a tensor is not known")
+        if owner == Given(MASK) and name == "size" and not args:
+            return reader.mask_size()
         if isinstance(owner, Given) and owner.name in CACHES and name == "update":
-            if reader.cached is not None or args[2] != reader.attribute(("layer_idx",)):
+            if reader.cached or args[2] != reader.attribute(("layer_idx",)):
                 raise Unknown("its cache is filled in another way")
-            reader.cached = tuple(one.at.data_ptr() for one in args[:2])
+            reader.cached = args[:2]
             return args[0], args[1]
         if name == "get_interface" and type(owner).__name__ == "AttentionInterface":
             return Interface(owner, args[1])
         if owner == Owned(()):
             method = reader.look("method", (name,))
             if isinstance(method, types.FunctionType):
-                if function_of(method) is not method:
-                    raise Unknown(f"{name} is wrapped")
-                bound = inspect.signature(method).bind(owner, *args, **kwargs)
-                bound.apply_defaults()
-                return Frame(reader, method, dict(bound.arguments)).run()
+                return self.inside(method, (owner, *args), kwargs)
         return reader
 
     def joined(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """A function of torch that gives views of tensors, or joins them."""
 
         def plain(one: Any) -> Any:
+            if one is UNKNOWN and function in (Tensor.reshape, Tensor.view):
+                return -1  # the width of the input, or else the statement raises
             if one is self.reader.input or one is UNKNOWN:
                 raise Unknown("it divides its input")
             if isinstance(one, tuple):
                 return tuple(map(plain, one))
             return one.at if isinstance(one, Rows) else one
 
+        listed = args[0] if isinstance(args[0], tuple) else args
+        tensors = [one for one in listed if isinstance(one, Rows)]
+        is_scores = any(isinstance(one, Scores) for one in tensors)
+        if not tensors or len({*map(type, tensors)}) > 1 or (is_scores and len(tensors) > 1):
+            raise Unknown("it joins different tensors")
         values = [plain(one) for one in (*args, *kwargs.values())]
         allowed = (*PLAIN, Tensor)
         for one in values:
@@ -372,8 +464,11 @@ class Frame:
         except (RuntimeError, TypeError, IndexError) as error:
             raise Unknown(str(error)) from None
         if isinstance(found, tuple | list):
-            return tuple(Rows(one) if isinstance(one, Tensor) else one for one in found)
-        return Rows(found) if isinstance(found, Tensor) else found
+            found = [
+                replace(tensors[0], at=one) if isinstance(one, Tensor) else one for one in found
+            ]
+            return tuple(found)
+        return replace(tensors[0], at=found) if isinstance(found, Tensor) else found
 
     def get(self, function: Any, args: Sequence[Any]) -> Any:
         owner, name = args[:2]

@@ -413,10 +413,12 @@ class Arguments(str):
     Attributes:
         args: the positional arguments.
         keywords: the others.
+        is_first: whether the first result of the call is taken.
     """
 
     args: Sequence[ast.expr]
     keywords: Sequence[ast.keyword]
+    is_first: bool
 
 
 def arguments_in(names: Names) -> Arguments | None:
@@ -459,6 +461,7 @@ def _find_call(node: ast.expr) -> tuple[Template, Names, ast.expr] | None:
     if not _is_self(call.func.value) or not given or isinstance(given[0], ast.Starred):
         return None
     rest = Arguments(ast.unparse(call))
+    rest.is_first = is_first
     rest.args = call.args[1:]
     rest.keywords = [k for k in call.keywords if bool(call.args) or k.arg != _FIRST_ARGUMENT]
     if not is_first and not rest.args and not rest.keywords:

@@ -195,7 +195,10 @@ def _attention(module: Any, names: Names) -> Sequence[nn.Module]:
         raise FuseUnfit(f"{names['part']} is no module")
     around = names_around(found)
     if around is None:
-        return find_attention(found).ops(found)
+        call, given = find_attention(found), names.get("arguments")
+        if getattr(given, "is_first", call.gives_pair) is not call.gives_pair:
+            raise FuseUnfit(f"all results of {names['part']} are taken")
+        return call.ops(found)
     if found.is_cross_attention:
         raise FuseSkip("it attends to another sequence")
     inside, output = (getattr(found, around[name]) for name in ("attention", "output"))
