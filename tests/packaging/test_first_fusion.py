@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from cmake_projects import ROOT, check_commands, install_copy, tool
 
-pytestmark = pytest.mark.takes(seconds=40)
+pytestmark = pytest.mark.takes(seconds=80)
 
 PAGE = (ROOT / "docs" / "first-fusion.md").read_text(encoding="utf-8")
 
@@ -32,6 +32,25 @@ def run(command: list[str], folder: Path, installed: Path) -> str:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def test_slots_of_a_joint_rule(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "cpp-extension.md").read_text(encoding="utf-8")
+    (source,) = re.findall(
+        r"^```cpp\n(// x [^\n]*slope.*?)^```$", page.partition("## Slots")[2], re.DOTALL | re.M
+    )
+    installed, folder = install_copy(tmp_path / "installed"), tmp_path / "my_slopes"
+    folder.mkdir()
+    (project,), (commands,) = map(blocks, ("cmake", "bash"))
+    (folder / "linear_silu.cpp").write_text(source)
+    (folder / "CMakeLists.txt").write_text(project.replace("my_fusions", "my_slopes"))
+    run(["bash", "-ec", commands], folder, installed)
+    script = "\n".join([blocks("python")[0], blocks("py")[-1], "print(block.explain())"])
+    script = script.replace("my_fusions", "my_slopes")
+    script = script.replace("print(block.explain())", "block(x)\nprint(block.explain())")
+    printed = run([sys.executable, "-c", script], folder, installed)
+    assert "my_slopes::linear_silu: " in printed and "ways equal the unfused ops" in printed
+    assert re.search(r"my_slopes::linear_silu +.*slope 1,024", printed)
 
 
 def test_the_fusion_in_cpp(tmp_path: Path) -> None:
