@@ -15,7 +15,12 @@ namespace transformer_ops {
 // specialization here are allowed. A type with kCount takes that many arguments, and get() receives
 // the first.
 template <typename T>
-struct BodyParameter;
+struct BodyParameter {
+  static_assert(sizeof(T) == 0,
+                "A parameter of a body or shape rule must have a type of op/parameter.h: const "
+                "Tensor& or Tensor, const Tensor* for Tensor?, double for float, int64_t for int, "
+                "bool, std::string_view for str. float, int and std::string are none of them.");
+};
 
 template <>
 struct BodyParameter<const at::Tensor&> {

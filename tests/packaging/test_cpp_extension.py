@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -436,6 +438,35 @@ def test_nothing_of_a_wrong_library_is_registered(
     shutil.copy(library, mended)
     assert tops.load_library(mended) == name
     assert has_op(name, "good")
+
+
+@pytest.mark.parametrize("wrong", ["float", "int", "const std::string&"])
+def test_the_compiler_says_which_types_a_body_may_have(
+    late_ops: Path, wrong: str, tmp_path: Path
+) -> None:
+    found = subprocess.run(
+        [tool("ninja"), "-C", str(late_ops.parent), "-t", "compdb"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    rows = json.loads(found.stdout)
+    (row,) = (row for row in rows if row["file"].endswith("late_ops.cpp"))
+    text = Path(row["file"]).read_text(encoding="utf-8")
+    right = ".shape = [](const Tensor& input, double, double)"
+    assert text.count(right) == 1
+    source = tmp_path / "wrong.cpp"
+    source.write_text(text.replace(right, right.replace("double, double", f"{wrong}, double")))
+    command = [word if word != row["file"] else str(source) for word in shlex.split(row["command"])]
+    done = subprocess.run(
+        [*command, "-fsyntax-only"],
+        cwd=row["directory"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert "must have a type of op/parameter.h: const Tensor& or" in done.stderr
 
 
 def test_a_name_that_others_have_taken(late_ops: Path, tmp_path: Path) -> None:
