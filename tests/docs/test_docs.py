@@ -40,7 +40,7 @@ def test_python_blocks(page):
         assert printed == shown[1]
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/models.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/models.md", "docs/adapters.md"])
 def test_reports_as_printed(page):
     """The rows of a fused model that no processor changes: some run our products, others do not."""
     text = (ROOT / page).read_text(encoding="utf-8")
