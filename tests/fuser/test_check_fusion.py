@@ -5,7 +5,9 @@ import torch
 from user_fusions import Backward, ForwardSplit, JointSplit, replacing
 
 import transformer_ops as tops
+from transformer_ops.fusion.pattern import check_pattern
 from transformer_ops.testing import check_fusion
+from transformer_ops.testing.fusion import _not_met, _other_norms
 
 X = torch.linspace(-1, 1, 24).reshape(4, 6)
 
@@ -215,3 +217,31 @@ def test_an_output_without_numbers():
         pytest.raises(RuntimeError, match=message),
     ):
         tops.Sequential(*make_ops())(X)
+
+
+@pytest.mark.parametrize(
+    ("op", "missing"),
+    [
+        (
+            tops.LayerNorm(6),
+            ["LayerNorm without weight", "LayerNorm of two dimensions", "LayerNorm without bias"],
+        ),
+        (
+            tops.RMSNorm((4, 6), elementwise_affine=False, eps=1e-5),
+            ["RMSNorm with eps=None"],
+        ),
+        (
+            tops.RMSNorm(6, eps=1e-5),
+            ["RMSNorm without weight", "RMSNorm of two dimensions", "RMSNorm with eps=None"],
+        ),
+    ],
+)
+def test_forms_of_norms_that_no_op_has(op, missing):
+    assert _other_norms([op, tops.SiLU()]) == missing
+
+
+def test_an_optional_op_that_is_always_there():
+    pattern = [tops.BasicLinear, tops.optional(tops.Bias), tops.SiLU]
+    ops = [tops.Linear(6, 5), tops.SiLU()]
+    entries = check_pattern(pattern)
+    assert _not_met(entries, ops, [X], [slice(0, 3)]) == ["no Bias"]

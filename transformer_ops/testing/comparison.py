@@ -53,7 +53,8 @@ class FusionCheck:
         lists: the ops that ran: the whole list, and the ops that the fusion replaces, alone.
         tried: the ways in which they ran, and the numbers equal those of the unfused ops.
         not_fused: those of them in which nothing was fused.
-        not_met: the classes of the pattern that no op has: make another list with them.
+        not_met: the classes of the pattern that no op has, and the forms of ops that none has: make
+            another list with them.
         not_tried: the ways that the unfused ops refuse, with the error.
         slots_read: for each slot of the replaced ops, whether a backward read it.
     """

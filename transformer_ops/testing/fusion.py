@@ -68,7 +68,7 @@ def check_fusion(
     is an error of autograd, or have no effect. Nothing that a call is given may change in place,
     nor may `.grad`, plain attributes of ops, the random state and the settings of the process. A
     way that the unfused ops refuse is not tried. The report also lists classes of the pattern that
-    `make_ops` did not return.
+    `make_ops` did not return, and forms of optional ops and norms that none of its ops has.
 
     Args:
         func, pattern, guard: as for `register_forward_fusion`. A handle has its own pattern, guard
@@ -95,10 +95,10 @@ def check_fusion(
     check = _Fusions(checked, report, inputs, rtol, atol)
     fused, unfused = OpList(ops), OpList(copy.deepcopy(ops))
     report.lists.append(", ".join(fused.kinds()))
-    report.not_met = _not_met(checked.pattern, ops, inputs)
     numbers = check.run(fused, unfused, "", [Way()])
     outputs = len(numbers[0].shared)
     runs = _runs(checked, fused.plans(Way()))
+    report.not_met = _not_met(checked.pattern, ops, inputs, runs)
     dtype = next((t.dtype for t in inputs if t.is_floating_point()), torch.float32)
     parameters = fused.parameters
     found = [(run, _alone(ops, run, inputs)) for run in runs]
@@ -179,9 +179,13 @@ def _checked(func: Any, kind: str, pattern: Any, guard: Any) -> _Checked:
 
 
 def _not_met(
-    pattern: Pattern, ops: Sequence[FusibleOperation], inputs: Sequence[Tensor]
+    pattern: Pattern,
+    ops: Sequence[FusibleOperation],
+    inputs: Sequence[Tensor],
+    runs: Sequence[slice],
 ) -> list[str]:
-    """The classes of a pattern that no op of the list has, and the sizes that it could have."""
+    """The classes of a pattern that no op of the list has, and the forms and sizes that it could
+    have. `runs`: the basic ops that are replaced."""
     basic = [basic for op in ops for basic in op.basic_ops]
     missing = [
         f"{'optional ' * entry.optional}{cls.__name__}"
@@ -193,7 +197,32 @@ def _not_met(
         *inputs[0].shape[-1:],
         *(size for op in basic for p in op.parameters() for size in p.shape),
     ]
+    replaced = [basic[run] for run in runs]
+    for entry in pattern:
+        if entry.optional and all(any(isinstance(o, entry.classes) for o in r) for r in replaced):
+            missing.append(f"no {' or '.join(cls.__name__ for cls in entry.classes)}")
+    missing += _other_norms([op for run in replaced for op in run])
     return missing + ["an odd number of columns"] * all(size % 2 == 0 for size in sizes)
+
+
+def _other_norms(ops: Sequence[Any]) -> list[str]:
+    """The forms of norms that none of these ops has."""
+    norms: dict[str, list[Any]] = {}
+    for op in ops:
+        if len(getattr(op, "normalized_shape", ())) > 0:
+            norms.setdefault(str(op._kind), []).append(op)
+    missing: list[str] = []
+    for kind, found in norms.items():
+        forms = {
+            "without weight": lambda op: op.weight is None,
+            "of two dimensions": lambda op: len(op.normalized_shape) > 1,
+        }
+        if kind == "RMSNorm":
+            forms["with eps=None"] = lambda op: op.eps is None
+        if kind == "LayerNorm":
+            forms["without bias"] = lambda op: op.bias is None
+        missing += [f"{kind} {f}" for f, has in forms.items() if not any(map(has, found))]
+    return missing
 
 
 def _check_arguments(
