@@ -81,7 +81,9 @@ def test_many_rows_all_is_saved_at_the_peak(saved: str) -> None:
     module, x = nn.Sequential(*blocks), saved_formats.make_input(size)
     found = step_bytes(module, x, loss=lambda y: y.sum())
     kept = measure.saved_bytes(module, [x], [*module.parameters(), x])
-    assert found.saved == kept > 0.5 * found.peak
+    # With AMX, decoding in the last block takes more than what it has freed by then.
+    assert kept == found.saved or (saved == "fp8" and 0.75 * kept < found.saved < kept)
+    assert kept > 0.5 * found.peak
     assert found.inputs == x.nbytes
 
 
