@@ -5,11 +5,11 @@
     python tools/build_wheel.py --cuda                       # the CUDA backend, a wheel of its own
     python tools/build_wheel.py --arm                        # for aarch64, tested in an emulator
 
-It needs the standard library alone. Each torch is installed in an environment of its own, without
-the packages that it needs to run, and `pip wheel .` runs there. The parts become one wheel: CPU
-kernels, Python files and headers once, the libraries that name symbols of torch for each minor
-version. auditwheel gives it the manylinux tag. README's example, a fused model and the C++ example
-run in fresh environments.
+It needs the standard library alone, and with --arm what the build needs. Each torch is installed in
+an environment of its own, without the packages that it needs to run, and `pip wheel .` runs there.
+The parts become one wheel: CPU kernels, Python files and headers once, the libraries that name
+symbols of torch for each minor version. auditwheel gives it the manylinux tag. README's example, a
+fused model and the C++ example run in fresh environments.
 """
 
 from __future__ import annotations

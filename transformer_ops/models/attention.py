@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import operator
 import sys
 from collections.abc import Mapping, Sequence
 from types import BuiltinFunctionType
@@ -41,7 +40,7 @@ from .attention_ops import (
     JoinedBias,
     NoKeyBias,
 )
-from .attention_reading import Reading, part_behind, product, read_attention
+from .attention_reading import Reading, part_behind, product, reach, read_attention
 from .attention_statements import CACHES, MASK, TABLES
 from .norms import norm
 from .parts import dtypes_of, linear, part, products
@@ -65,10 +64,6 @@ _UNKNOWN = (
 def _has_empty_rows(mask: Tensor) -> bool:
     least = torch.finfo(mask.dtype).min if mask.is_floating_point() else 0
     return not bool((mask.amax(-1) > least).all())
-
-
-def _at(module: Any, path: Sequence[str]) -> Any:
-    return operator.attrgetter(".".join(path))(module)
 
 
 class TransformersAttention(AttentionCall):
@@ -117,7 +112,7 @@ class TransformersAttention(AttentionCall):
         for kind, *what in reading.before:
             if kind == "norm":
                 query, key, is_whole = what
-                norms = [_at(module, path) for path in (query, key)]
+                norms = [reach(module, path) for path in (query, key)]
                 ops.append(_norms_of(norms, attention, is_whole=is_whole))
             else:
                 assert reading.rotation is not None
@@ -132,14 +127,14 @@ class TransformersAttention(AttentionCall):
         ops.append(attention)
         for kind, what in reading.after:
             if kind == "part":
-                ops += part_behind(_at(module, what))
+                ops += part_behind(reach(module, what))
             else:
                 check_number(module, what)
                 ops.append(BorrowedDropout(module, what))
         return ops
 
     def _products(self, module: Any) -> FusibleOperation:
-        layers = [_at(module, path) for path in self.reading.products]
+        layers = [reach(module, path) for path in self.reading.products]
         if len(layers) == 1:
             return product(layers[0])
         found = list(map(linear, layers))
@@ -178,7 +173,7 @@ class TransformersAttention(AttentionCall):
             is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         elif function != "eager" or not reading.has_eager or gives_weights:
             return None
-        if reading.dropout and _at(module, reading.dropout).training != module.training:
+        if reading.dropout and reach(module, reading.dropout).training != module.training:
             return None
         if mask is None and reading.needs_mask:
             return None

@@ -42,7 +42,7 @@ from .rules import FuseUnfit
 from .whole import name_of
 from .widths import width_of
 
-__all__ = ["Reading", "part_behind", "product", "read_attention"]
+__all__ = ["Reading", "part_behind", "product", "reach", "read_attention"]
 
 # What was done to a number: ("norm", path, width), ("rotation",), ("scale", factor), and behind
 # attention ("part", path), ("dropout", attribute).
@@ -127,19 +127,20 @@ def _value_at(module: nn.Module, path: Path) -> Any:
     return _IS_MODULE if isinstance(found, nn.Module) else _IS_OBJECT
 
 
-def _at(module: nn.Module, path: Path) -> Any:
+def reach(module: nn.Module, path: Path) -> Any:
+    """What is reached from a module by attributes."""
     return functools.reduce(getattr, path, module)
 
 
 _LOOKS: dict[str, Callable[..., Any]] = {
     "value": _value_at,
     "names": lambda module, function: objects_of(function),
-    "dropout": lambda module, path: _p_of(_at(module, path)),
-    "has": lambda module, path: hasattr(_at(module, path[:-1]), path[-1]),
-    "product": lambda module, path: _width([product(_at(module, path))]),
-    "part": lambda module, path, width: _width(part_behind(_at(module, path)), width),
+    "dropout": lambda module, path: _p_of(reach(module, path)),
+    "has": lambda module, path: hasattr(reach(module, path[:-1]), path[-1]),
+    "product": lambda module, path: _width([product(reach(module, path))]),
+    "part": lambda module, path, width: _width(part_behind(reach(module, path)), width),
     "method": lambda module, path: inspect.getattr_static(
-        type(_at(module, path[:-1])), path[-1], None
+        type(reach(module, path[:-1])), path[-1], None
     ),
 }
 

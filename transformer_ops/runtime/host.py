@@ -395,7 +395,9 @@ class HostCall(WeightCall):
                     grad_extra_outputs=grad_extra_outputs,
                 )
         except Exception as error:
-            counts = ", ".join(str(len(context.saved_tensors)) for context in contexts)
+            # The method may have taken them away.
+            kept = [getattr(context, "saved_tensors", None) or () for context in contexts]
+            counts = ", ".join(str(len(tensors)) for tensors in kept)
             step.note(error, "backward", f", whose contexts have {counts} saved tensors")
             raise
         results = [grad_input]
