@@ -1,5 +1,5 @@
-// The largest magnitude of numbers, with vectors. For every dtype the bits have the same order as
-// the magnitudes, and NaN is last.
+// The largest magnitude of numbers, with vectors. The bits have the same order as the magnitudes,
+// and NaN is last.
 #pragma once
 
 #include "kernels/encoding.h"
@@ -107,9 +107,6 @@ TRANSFORMER_OPS_INLINE uint32_t largest_magnitude(const T* x, int64_t n) {
 
 TRANSFORMER_OPS_INLINE float number_of(uint32_t magnitude, BFloat16) {
   return bits_float(magnitude << 16);
-}
-TRANSFORMER_OPS_INLINE float number_of(uint32_t magnitude, Half) {
-  return to_float(Half{static_cast<uint16_t>(magnitude)});
 }
 TRANSFORMER_OPS_INLINE float number_of(uint32_t magnitude, float) { return bits_float(magnitude); }
 

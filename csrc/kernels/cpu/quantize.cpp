@@ -4,6 +4,7 @@
 #include "decoding.h"
 #include "elements.h"
 #include "four_over_six.h"
+#include "numbers.h"
 #include "rows.h"
 #include "scratch.h"
 
@@ -12,35 +13,6 @@ namespace {
 
 using encoding::BlockScale;
 using kernel::ScaleRule;
-
-// ---- numbers in the kernels' types: float64 through float (encoding.h), the others unchanged
-
-constexpr int64_t kPiece = 512;
-
-template <class T>
-struct PieceOf {
-  using Number = T;
-  const T* read(const T* x, int64_t) { return x; }
-};
-template <>
-struct PieceOf<double> {
-  using Number = float;
-  float buffer[kPiece];
-  const float* read(const double* x, int64_t n) {
-    for (int64_t i = 0; i < n; ++i) buffer[i] = encoding::to_odd(x[i]);
-    return buffer;
-  }
-};
-
-// Calls f(numbers, first, count) for pieces of at most kPiece numbers.
-template <class T, class F>
-TRANSFORMER_OPS_INLINE void for_pieces(const T* x, int64_t n, F f) {
-  PieceOf<T> piece;
-  for (int64_t i = 0; i < n; i += kPiece) {
-    const int64_t count = smaller(kPiece, n - i);
-    f(piece.read(x + i, count), i, count);
-  }
-}
 
 // The larger of two magnitudes; NaN if one is NaN.
 TRANSFORMER_OPS_INLINE float larger_magnitude(float a, float b) {
@@ -85,46 +57,41 @@ TRANSFORMER_OPS_INLINE void encode_block(ScaleRule rule, const N* x, uint8_t* co
 }
 
 // Encodes blocks of one row.
-template <class E, class T>
-void encode_row(const kernel::Format& format, const T* x, float tensor_scale, uint8_t* codes,
+template <class E, class N>
+void encode_row(const kernel::Format& format, const N* x, float tensor_scale, uint8_t* codes,
                 void* scales, int64_t first_scale, int64_t h) {
   const ScaleRule rule = encoding::rule_for<E>(format);
   const int64_t columns = format.block_columns;
-  PieceOf<T> piece;
   for (int64_t i = 0, block = first_scale; i < h; i += columns, ++block) {
     const int64_t n = smaller(columns, h - i);
-    const auto* numbers = piece.read(x + i, n);
-    const float amax = largest_of(numbers, n);
+    const float amax = largest_of(x + i, n);
     const BlockScale scale = encoding::block_scale<E>(rule, amax, tensor_scale);
     encoding::store_scale(rule, scales, block, scale);
-    encode_block<E>(rule, numbers, codes + i, n, amax, scale.encode);
+    encode_block<E>(rule, x + i, codes + i, n, amax, scale.encode);
   }
 }
 
 // The largest magnitudes of the blocks of a few rows.
-template <class T>
-void largest_of_blocks(const T* x, float* amax, int64_t rows, int64_t h, int64_t columns) {
-  PieceOf<T> piece;
+template <class N>
+void largest_of_blocks(const N* x, float* amax, int64_t rows, int64_t h, int64_t columns) {
   for (int64_t block = 0; block * columns < h; ++block) amax[block] = 0.0f;
   for (int64_t row = 0; row < rows; ++row) {
     for (int64_t i = 0, block = 0; i < h; i += columns, ++block) {
-      const int64_t n = smaller(columns, h - i);
-      const float found = largest_of(piece.read(x + row * h + i, n), n);
+      const float found = largest_of(x + row * h + i, smaller(columns, h - i));
       amax[block] = larger_magnitude(amax[block], found);
     }
   }
 }
 
 // Encodes a row of blocks whose scales are known.
-template <class E, class T>
-void encode_row_of_blocks(const kernel::Format& format, const T* x, const float* amax,
+template <class E, class N>
+void encode_row_of_blocks(const kernel::Format& format, const N* x, const float* amax,
                           const float* scales, uint8_t* codes, int64_t h) {
   const ScaleRule rule = encoding::rule_for<E>(format);
   const int64_t columns = format.block_columns;
-  PieceOf<T> piece;
   for (int64_t i = 0, block = 0; i < h; i += columns, ++block) {
     const int64_t n = smaller(columns, h - i);
-    encode_block<E>(rule, piece.read(x + i, n), codes + i, n, amax[block], scales[block]);
+    encode_block<E>(rule, x + i, codes + i, n, amax[block], scales[block]);
   }
 }
 
@@ -149,7 +116,7 @@ template <class E>
 constexpr bool kHasColumns = E::kFloat;
 
 // The scales of a strip (the rows of one row of blocks), from the blocks' largest magnitudes.
-template <class E, class T>
+template <class E, class N>
 class ScalesOfStrip {
  public:
   ScalesOfStrip(const kernel::Format& format, const TensorScale& tensor, void* scales, int64_t h)
@@ -159,10 +126,9 @@ class ScalesOfStrip {
         h_(h),
         blocks_((h + format.block_columns - 1) / format.block_columns),
         encode_(blocks_),
-        choices_(format, tensor, h),
-        floats_(format.chooses_scale() && kConverts ? format.block_rows * h : 0) {}
+        choices_(format, tensor, h) {}
 
-  void set(const T* x, int64_t strip, int64_t rows, const float* amax) {
+  void set(const N* x, int64_t strip, int64_t rows, const float* amax) {
     const int64_t first = strip * blocks_;
     if constexpr (kPacked<E>) {
       if (format_.chooses_scale()) return choose(x, first, rows, amax);
@@ -178,11 +144,8 @@ class ScalesOfStrip {
   const float* encode() { return encode_.data(); }
 
  private:
-  using Number = typename PieceOf<T>::Number;
-  static constexpr bool kConverts = !__is_same(Number, T);
-
-  void choose(const T* x, int64_t first, int64_t rows, const float* amax) {
-    choices_.choose(numbers(x, rows), rows, amax);
+  void choose(const N* x, int64_t first, int64_t rows, const float* amax) {
+    choices_.choose(x, rows, amax);
     const float *const encode = choices_.encode(), *const number = choices_.number();
     for (int64_t block = 0; block < blocks_; ++block) {
       const uint32_t byte = encoding::encode<encoding::E4M3>(number[block], 1.0f);
@@ -191,53 +154,38 @@ class ScalesOfStrip {
     }
   }
 
-  const Number* numbers(const T* x, [[maybe_unused]] int64_t rows) {
-    if constexpr (kConverts) {
-      for (int64_t i = 0; i < rows * h_; ++i) floats_.data()[i] = encoding::to_odd(x[i]);
-      return floats_.data();
-    } else {
-      return x;
-    }
-  }
-
   const kernel::Format& format_;
   float tensor_scale_;
   void* scales_;
   int64_t h_, blocks_;
   Scratch<float> encode_;
-  ScaleChoices<Number> choices_;
-  Scratch<float> floats_;
+  ScaleChoices<N> choices_;
 };
 
 // Encodes blocks of one column.
-template <class E, class T>
-void quantize_columns(const kernel::Format& format, const T* x, const TensorScale& tensor,
+template <class E, class Source>
+void quantize_columns(const kernel::Format& format, const Source& x, const TensorScale& tensor,
                       uint8_t* codes, void* scales, int64_t rows, int64_t h) {
   CodeRow<E> row_of(h);
   Scratch<float> amax(h);
-  ScalesOfStrip<E, T> strip(format, tensor, scales, h);
+  Reader<Source> read(x, smaller(format.block_rows, rows) * h);
+  ScalesOfStrip<E, typename Source::Number> strip(format, tensor, scales, h);
   for (int64_t first = 0, number = 0; first < rows; first += format.block_rows, ++number) {
-    const int64_t end = smaller(first + format.block_rows, rows);
+    const int64_t count = smaller(format.block_rows, rows - first);
+    const auto* const numbers = read(first * h, count * h);
     for (int64_t j = 0; j < h; ++j) amax.data()[j] = 0.0f;
-    for (int64_t row = first; row < end; ++row) {
-      for_pieces(x + row * h, h, [&](const auto* numbers, int64_t i, int64_t n) {
-        keep_larger(numbers, amax.data() + i, n);
-      });
-    }
-    strip.set(x + first * h, number, end - first, amax.data());
-    for (int64_t row = first; row < end; ++row) {
-      uint8_t* const to = codes + row * row_of.bytes();
-      uint8_t* const bytes = row_of.begin(to);
-      for_pieces(x + row * h, h, [&](const auto* numbers, int64_t i, int64_t n) {
-        encode_bytes<E>(numbers, bytes + i, n, strip.encode() + i);
-      });
+    for (int64_t row = 0; row < count; ++row) keep_larger(numbers + row * h, amax.data(), h);
+    strip.set(numbers, number, count, amax.data());
+    for (int64_t row = 0; row < count; ++row) {
+      uint8_t* const to = codes + (first + row) * row_of.bytes();
+      encode_bytes<E>(numbers + row * h, row_of.begin(to), h, strip.encode());
       row_of.end(to);
     }
   }
 }
 
-template <class E, class T>
-void quantize_blocks(const kernel::Format& format, const T* x, const TensorScale& tensor,
+template <class E, class Source>
+void quantize_blocks(const kernel::Format& format, const Source& x, const TensorScale& tensor,
                      uint8_t* codes, void* scales, int64_t rows, int64_t h) {
   if constexpr (kHasColumns<E>) {
     if (format.block_columns == 1) {
@@ -246,24 +194,27 @@ void quantize_blocks(const kernel::Format& format, const T* x, const TensorScale
   }
   const int64_t columns = format.block_columns, blocks = (h + columns - 1) / columns;
   CodeRow<E> row_of(h);
+  Reader<Source> read(x, smaller(format.block_rows, rows) * h);
   if (format.block_rows == 1 && !format.chooses_scale()) {
     for (int64_t row = 0; row < rows; ++row) {
       uint8_t* to = codes + row * row_of.bytes();
-      encode_row<E>(format, x + row * h, tensor.encode, row_of.begin(to), scales, row * blocks, h);
+      encode_row<E>(format, read(row * h, h), tensor.encode, row_of.begin(to), scales, row * blocks,
+                    h);
       row_of.end(to);
     }
     return;
   }
   Scratch<float> amax(blocks);
-  ScalesOfStrip<E, T> strip(format, tensor, scales, h);
+  ScalesOfStrip<E, typename Source::Number> strip(format, tensor, scales, h);
   for (int64_t first = 0, number = 0; first < rows; first += format.block_rows, ++number) {
     const int64_t count = smaller(format.block_rows, rows - first);
-    largest_of_blocks(x + first * h, amax.data(), count, h, columns);
-    strip.set(x + first * h, number, count, amax.data());
-    for (int64_t row = first; row < first + count; ++row) {
-      uint8_t* to = codes + row * row_of.bytes();
-      encode_row_of_blocks<E>(format, x + row * h, amax.data(), strip.encode(), row_of.begin(to),
-                              h);
+    const auto* const numbers = read(first * h, count * h);
+    largest_of_blocks(numbers, amax.data(), count, h, columns);
+    strip.set(numbers, number, count, amax.data());
+    for (int64_t row = 0; row < count; ++row) {
+      uint8_t* to = codes + (first + row) * row_of.bytes();
+      encode_row_of_blocks<E>(format, numbers + row * h, amax.data(), strip.encode(),
+                              row_of.begin(to), h);
       row_of.end(to);
     }
   }
@@ -381,8 +332,8 @@ namespace entry {
 
 float largest(DType dtype, const void* x, int64_t n) {
   float best = 0.0f;
-  with_dtype(dtype, [&]<class T>(Tag<T>) {
-    for_pieces(as<T>(x), n, [&](const auto* numbers, int64_t, int64_t count) {
+  with_numbers(dtype, x, [&](const auto& source) {
+    for_pieces(source, n, [&](const auto* numbers, int64_t, int64_t count) {
       best = larger_magnitude(best, largest_of(numbers, count));
     });
   });
@@ -392,14 +343,14 @@ float largest(DType dtype, const void* x, int64_t n) {
 void quantize(const kernel::Format& format, DType dtype, const void* x, const TensorScale& tensor,
               void* codes, void* scales, int64_t rows, int64_t h) {
   if (rows == 0 || h == 0) return;
-  with_dtype(dtype, [&]<class T>(Tag<T>) {
+  with_numbers(dtype, x, [&](const auto& source) {
     with_element(format.element, [&]<class E>(Tag<E>) {
       if (format.per_tensor()) {
-        for_pieces(as<T>(x), rows * h, [&](const auto* numbers, int64_t first, int64_t n) {
+        for_pieces(source, rows * h, [&](const auto* numbers, int64_t first, int64_t n) {
           encode_bytes<E, Known::Nothing>(numbers, as<uint8_t>(codes) + first, n, tensor.encode);
         });
       } else {
-        quantize_blocks<E>(format, as<T>(x), tensor, as<uint8_t>(codes), scales, rows, h);
+        quantize_blocks<E>(format, source, tensor, as<uint8_t>(codes), scales, rows, h);
       }
     });
   });

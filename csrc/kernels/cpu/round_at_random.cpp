@@ -1,6 +1,5 @@
 // Rounds rows up or down at random to numbers of a format.
 #include "draw.h"
-#include "elements.h"
 #include "kernels/quantize.h"
 #include "rounding.h"
 
@@ -63,11 +62,7 @@ void round_at_random(const kernel::Format& format, DType from, DType to, const v
   AtRandom rounding(seed, h);
   with_element(format.element, [&]<class E>(Tag<E>) {
     if constexpr (E::kFloat) {
-      with_dtype(from, [&]<class T>(Tag<T>) {
-        with_dtype(to, [&]<class U>(Tag<U>) {
-          round_rows<E>(format, as<T>(x), tensor, as<U>(out), first_row, rows, h, rounding);
-        });
-      });
+      round_rows<E>(format, from, to, x, tensor, out, first_row, rows, h, rounding);
     }
   });
 }

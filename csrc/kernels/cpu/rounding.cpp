@@ -1,7 +1,6 @@
 // Rounds rows to the nearest numbers of a format.
 #include "rounding.h"
 
-#include "elements.h"
 #include "kernels/quantize.h"
 
 namespace transformer_ops::cpu {
@@ -12,12 +11,8 @@ void round_to_format(const kernel::Format& format, DType from, DType to, const v
                      const TensorScale& tensor, void* out, int64_t rows, int64_t h) {
   if (rows == 0 || h == 0) return;
   with_element(format.element, [&]<class E>(Tag<E>) {
-    with_dtype(from, [&]<class T>(Tag<T>) {
-      with_dtype(to, [&]<class U>(Tag<U>) {
-        ToNearest rounding;
-        round_rows<E>(format, as<T>(x), tensor, as<U>(out), 0, rows, h, rounding);
-      });
-    });
+    ToNearest rounding;
+    round_rows<E>(format, from, to, x, tensor, out, 0, rows, h, rounding);
   });
 }
 

@@ -5,8 +5,9 @@
 // magnitudes are computed, then their scales, then the numbers.
 #pragma once
 
+#include "elements.h"
 #include "four_over_six.h"
-#include "scratch.h"
+#include "numbers.h"
 
 namespace transformer_ops::cpu {
 namespace {
@@ -215,13 +216,6 @@ TRANSFORMER_OPS_INLINE void for_blocks_of_row(int64_t columns, int64_t h, F f) {
 template <class E>
 constexpr Range kFiniteRange = kMayChoose<E> ? Range::Finite : Range::Fits;
 
-template <class N>
-constexpr uint32_t kInfinityOf = 0x7f80;
-template <>
-constexpr uint32_t kInfinityOf<Half> = 0x7c00;
-template <>
-constexpr uint32_t kInfinityOf<float> = 0x7f800000;
-
 template <class E, class N, class U, class Rounding>
 class Strips {
  public:
@@ -281,7 +275,7 @@ class Strips {
       amax_.data()[block] = number_of(best[block], N());
       largest = larger(largest, static_cast<uint32_t>(best[block]));
     }
-    is_finite_ = largest < kInfinityOf<N>;
+    is_finite_ = encoding::is_finite(number_of(largest, N()));
     if constexpr (kMayChoose<E>) {
       if (format_.chooses_scale()) return choose_scales(x, rows);
     }
@@ -355,60 +349,31 @@ class Strips {
 
 // ---- numbers of any dtype
 
-// Do these dtypes need no conversion to float in between?
-template <class T, class U>
-constexpr bool kIsDirect =
-    !__is_same(T, double) && (__is_same(T, U) || __is_same(T, float) || __is_same(U, float));
-
-TRANSFORMER_OPS_INLINE void to_floats(const double* x, float* out, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) out[i] = encoding::to_odd(x[i]);
-}
-template <class T>
-TRANSFORMER_OPS_INLINE void to_floats(const T* x, float* out, int64_t n) {
-  to_acc(x, out, n);
-}
-
 // One scale for all numbers.
-template <class E, class T, class U, class Rounding>
-void round_tensor(const T* x, OneScale scale, U* out, int64_t first_row, int64_t rows, int64_t h,
-                  Rounding& rounding) {
-  constexpr int64_t kPiece = 512;
-  float floats[kIsDirect<T, U> ? 1 : kPiece];
-  for (int64_t row = 0; row < rows; ++row, x += h, out += h) {
+template <class E, class Source, class U, class Rounding>
+void round_tensor(const Source& x, OneScale scale, U* out, int64_t first_row, int64_t rows,
+                  int64_t h, Rounding& rounding) {
+  constexpr int64_t kPiece = 4096;  // stays in the first cache
+  Reader<Source> read(x, smaller(h, kPiece));
+  for (int64_t row = 0; row < rows; ++row) {
     rounding.start_row(first_row + row);
-    if constexpr (kIsDirect<T, U>) {
-      round_run<E, Range::Any>(x, out, 0, h, scale, rounding);
-    } else {
-      for (int64_t i = 0; i < h; i += kPiece) {
-        const int64_t n = smaller(kPiece, h - i);
-        to_floats(x + i, floats, n);
-        round_run<E, Range::Any>(static_cast<const float*>(floats), out + i, i, n, scale, rounding);
-      }
+    for (int64_t i = 0; i < h; i += kPiece) {
+      const int64_t n = smaller(kPiece, h - i), at = row * h + i;
+      round_run<E, Range::Any>(read(at, n), out + at, i, n, scale, rounding);
     }
   }
 }
 
-// Rounds in strips of rows.
-template <class E, class T, class U, class Rounding>
-void round_strips(const kernel::Format& format, const T* x, const TensorScale& tensor, U* out,
-                  int64_t first_row, int64_t rows, int64_t h, Rounding& rounding) {
-  const auto run = [&](const auto* numbers, int64_t row, int64_t count, auto& strips) {
-    strips.round(numbers, out + row * h, first_row + row, count);
-  };
+// Rounds in strips of rows; `begin` is the number of the first element.
+template <class E, class Source, class U, class Rounding>
+void round_strips(const kernel::Format& format, const Source& x, const TensorScale& tensor, U* out,
+                  int64_t first_row, int64_t begin, int64_t rows, int64_t h, Rounding& rounding) {
   const int64_t height = format.block_rows;
-  if constexpr (kIsDirect<T, U>) {
-    Strips<E, T, U, Rounding> strips(format, tensor, h, rounding);
-    for (int64_t row = 0; row < rows; row += height) {
-      run(x + row * h, row, smaller(height, rows - row), strips);
-    }
-  } else {
-    Strips<E, float, U, Rounding> strips(format, tensor, h, rounding);
-    Scratch<float> floats(smaller(height, rows) * h);
-    for (int64_t row = 0; row < rows; row += height) {
-      const int64_t count = smaller(height, rows - row);
-      to_floats(x + row * h, floats.data(), count * h);
-      run(static_cast<const float*>(floats.data()), row, count, strips);
-    }
+  Reader<Source> read(x, smaller(height, rows) * h);
+  Strips<E, typename Source::Number, U, Rounding> strips(format, tensor, h, rounding);
+  for (int64_t row = 0; row < rows; row += height) {
+    const int64_t count = smaller(height, rows - row), at = begin + row * h;
+    strips.round(read(at, count * h), out + at, first_row + row, count);
   }
 }
 
@@ -422,8 +387,8 @@ int64_t rows_in_one(const kernel::Format& format, int64_t rows, int64_t h) {
   return is_alike && 0 < h && h < kStrip ? smaller(rows, kStrip / h) : 1;
 }
 
-template <class E, class T, class U, class Rounding>
-void round_rows(const kernel::Format& format, const T* x, const TensorScale& tensor, U* out,
+template <class E, class Source, class U, class Rounding>
+void round_rows(const kernel::Format& format, const Source& x, const TensorScale& tensor, U* out,
                 int64_t first_row, int64_t rows, int64_t h, Rounding& rounding) {
   if constexpr (kHasOneScale<E>) {
     if (format.per_tensor()) {
@@ -432,14 +397,29 @@ void round_rows(const kernel::Format& format, const T* x, const TensorScale& ten
     }
   }
   const auto run = [&](int64_t row, int64_t count, int64_t width) {
-    round_strips<E>(format, x + row * h, tensor, out + row * h, first_row + row, count, width,
-                    rounding);
+    round_strips<E>(format, x, tensor, out, first_row + row, row * h, count, width, rounding);
   };
   const int64_t together = rows_in_one<Rounding>(format, rows, h);
   if (together <= 1) return run(0, rows, h);
   const int64_t whole = rows / together, rest = rows % together;
   run(0, whole, together * h);
   if (rest > 0) run(whole * together, 1, rest * h);
+}
+
+// Rounds numbers of one dtype to another. Bfloat16 numbers that stay that are not converted.
+template <class E, class Rounding>
+void round_rows(const kernel::Format& format, DType from, DType to, const void* x,
+                const TensorScale& tensor, void* out, int64_t first_row, int64_t rows, int64_t h,
+                Rounding& rounding) {
+  with_dtype(to, [&]<class U>(Tag<U>) {
+    const auto run = [&](const auto& source) {
+      round_rows<E>(format, source, tensor, as<U>(out), first_row, rows, h, rounding);
+    };
+    if constexpr (__is_same(U, BFloat16)) {
+      if (from == to) return run(BFloat16s{as<BFloat16>(x)});
+    }
+    run(AsFloats{from, x});
+  });
 }
 
 }  // namespace
