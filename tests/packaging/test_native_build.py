@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from datetime import date
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -76,6 +78,19 @@ def test_tools_for_arm_that_cannot_be_installed_are_named(monkeypatch):
     monkeypatch.setattr(cmake_build.shutil, "which", lambda name: None)
     with pytest.raises(SystemExit, match=r"need g\+\+-aarch64-linux-gnu .* needs apt-get"):
         cmake_build.install_arm_tools()
+
+
+def test_two_days_run_all_tests_of_kernels_for_arm(monkeypatch):
+    chosen = []
+    monkeypatch.setattr(cmake_build, "install_arm_tools", lambda: None)
+    monkeypatch.setattr(cmake_build, "cmake_build", lambda *args, **kwargs: None)
+    monkeypatch.setattr(cmake_build, "run", lambda command, **kwargs: chosen.append(command[-1]))
+    for day in (1, 2):
+        monkeypatch.setattr(cmake_build, "date", Mock(today=lambda day=day: date(2026, 1, day)))
+        cmake_build.build_and_run_arm_tests([], sample=True)
+    names = [f"kernels.{shard}" for shard in range(4)]
+    runs = [name for each in chosen for name in names if re.match(each, name)]
+    assert sorted(runs) == names
 
 
 @pytest.mark.parametrize(
