@@ -13,6 +13,7 @@ import torch._dynamo.guards
 
 import transformer_ops as tops
 from transformer_ops._loader import build_info
+from transformer_ops.models.rules import _rules as fuse_rules
 
 
 def pytest_addoption(parser):
@@ -125,6 +126,13 @@ def _no_fusion_is_left():
 def _same_start_for_every_test():
     torch.manual_seed(0)
     torch._dynamo.reset()
+    threads, rules = torch.get_num_threads(), set(fuse_rules)
     yield
+    gc.enable()
+    torch.set_num_threads(threads)
+    for name in set(fuse_rules) - rules:
+        del fuse_rules[name]
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
     assert torch.get_default_dtype() == torch.float32
     assert torch.is_grad_enabled()

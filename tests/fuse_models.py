@@ -215,13 +215,58 @@ def is_fused(report: tops.FuseReport) -> list[bool]:
     return [not row.reason for row in of_layers(report.rows)]
 
 
-def llama() -> Any:
+# ---- models of transformers
+
+DECODER = {
+    "hidden_size": 32,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+ENCODER = {k: v for k, v in DECODER.items() if k != "num_key_value_heads"}
+
+
+def llama(**options: Any) -> Any:
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        hidden_size=32,
-        intermediate_size=80,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        vocab_size=64,
-    )
-    return transformers.LlamaForCausalLM(config)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**DECODER | options))
+
+
+def step_of(model: Any, given: dict[str, Any], run: Any = None) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss, and the gradients of all parameters that have some."""
+    model.zero_grad()
+    found = (model if run is None else run)(**given)
+    loss = found.loss if "labels" in given else found.last_hidden_state.square().mean()
+    if loss.requires_grad:
+        loss.backward()
+    grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return loss.detach(), grads
+
+
+def assert_same_step(
+    plain: Any,
+    model: Any,
+    given: dict[str, Any],
+    tolerance: float = 1e-5,
+    run: Any = None,
+    least: float | None = None,
+) -> None:
+    """Gradients may differ by `tolerance` of their norms, and by `least`: some are zero but for
+    rounding. By default, that is `tolerance` of the largest norm."""
+    found = []
+    for one, called in ((plain, None), (model, run)):
+        torch.manual_seed(2)  # Phi-MoE draws experts
+        found.append(step_of(one, given, called))
+    (loss, grads), (own_loss, own) = found
+    torch.testing.assert_close(own_loss, loss)
+    # Compiled code gives zeros to parameters that it does not use.
+    more = own.keys() - grads.keys() if run is not None else set()
+    assert own.keys() - more == grads.keys() and not any(own[name].any() for name in more)
+    if least is None:
+        least = tolerance * max(float(grad.norm()) for grad in grads.values())
+    for name, grad in grads.items():
+        assert (own[name] - grad).norm() <= tolerance * grad.norm() + least, name

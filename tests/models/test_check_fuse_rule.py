@@ -139,14 +139,11 @@ def test_a_condition() -> None:
     with pytest.raises(AssertionError, match=r"when of the rule mine must not raise, got KeyError"):
         check(right, when=raising)
     rule = tops.register_fuse_rule("mine", STATEMENTS, right, when=raising)
-    try:
-        block = Block()
-        tops.fuse(block, rules=[rule])
-        message = "[fuse] when of the rule mine must not raise, got KeyError: 'boom'"
-        with pytest.raises(RuntimeError, match=re.escape(message)):
-            block(X)
-    finally:
-        rule.remove()
+    block = Block()
+    tops.fuse(block, rules=[rule])
+    message = "[fuse] when of the rule mine must not raise, got KeyError: 'boom'"
+    with pytest.raises(RuntimeError, match=re.escape(message)):
+        block(X)
 
 
 @pytest.mark.parametrize(
@@ -169,19 +166,13 @@ def test_the_nearest_statements(statements: str, found: str, wanted: str) -> Non
 
 def test_self_may_have_another_name() -> None:
     rule = tops.register_fuse_rule("mine", STATEMENTS, right)
-    try:
-        assert len(check_fuse_rule(rule, WithoutSelf(), X).tried) > 100
-    finally:
-        rule.remove()
+    assert len(check_fuse_rule(rule, WithoutSelf(), X).tried) > 100
 
 
 def test_no_statements() -> None:
     rule = tops.register_fuse_rule("mine", STATEMENTS, right)
-    try:
-        with pytest.raises(AssertionError, match="a part of Linear, got no statements of its kind"):
-            check_fuse_rule(rule, nn.Linear(16, 16), X)
-    finally:
-        rule.remove()
+    with pytest.raises(AssertionError, match="a part of Linear, got no statements of its kind"):
+        check_fuse_rule(rule, nn.Linear(16, 16), X)
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,6 @@ def test_all_formats(format: str) -> None:
 @pytest.mark.parametrize("trains", [False, True])
 @pytest.mark.parametrize("make", [llama, bert])
 def test_whole_models(make: Callable[[], nn.Module], trains: bool, dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
     model = encode(make().to(dtype), "mx e4m3", trains)
     wanted = outcome(model)
     exact = outcome(copy.deepcopy(model).double()) if dtype == torch.bfloat16 else wanted
@@ -190,7 +189,6 @@ MIXED: dict[str, dict[str, str]] = {
 @pytest.mark.parametrize("name", MIXED)
 @pytest.mark.parametrize("recompute", ["cheap", "products"])
 def test_weights_of_one_product_in_several_formats(name: str, recompute: str) -> None:
-    torch.manual_seed(0)
     model = llama()
     for weight, format in MIXED[name].items():
         encode(model, format, names=(weight,))
@@ -206,7 +204,6 @@ def test_recipes_do_not_round_encoded_weights_of_a_packed_product(
     recipe: str, dtype: torch.dtype
 ) -> None:
     """The weight that is plain is rounded, and the encoded one is not: as two separate products."""
-    torch.manual_seed(0)
     made = getattr(tops.recipe, recipe)()
     model = tops.PackedLinear(32, (64, 64), bias=False, dtype=dtype)
     decoded, plain = (tops.BasicLinear(32, 64, dtype=dtype) for _ in range(2))
@@ -314,7 +311,6 @@ def by_torchao(model: nn.Module) -> nn.Module:
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("recompute", ["cheap", "products"])
 def test_weights_of_torchao(dtype: torch.dtype, when: str, recompute: str) -> None:
-    torch.manual_seed(0)
     model = llama().to(dtype)
     plain = by_torchao(copy.deepcopy(model))
     if when == "after":
@@ -416,7 +412,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("recompute", ["cheap", "products"])
 def test_weights_of_bitsandbytes(dtype: torch.dtype, options: str, recompute: str) -> None:
-    torch.manual_seed(0)
     model = by_bitsandbytes(llama().to(dtype), dtype, **OPTIONS[options])
     wanted = outcome(model)
     report = tops.fuse(model, recompute=recompute)
@@ -449,7 +444,6 @@ def test_biases_of_bitsandbytes() -> None:
 
 
 def test_where_layers_of_bitsandbytes_run_themselves() -> None:
-    torch.manual_seed(0)
     # They cast their input and their output.
     model = by_bitsandbytes(llama(), torch.bfloat16, quant_type="nf4")
     wanted = outcome(model)
@@ -489,7 +483,6 @@ BASES: dict[str, Callable[[nn.Module], nn.Module]] = {
 @pytest.mark.parametrize("recompute", ["cheap", "products"])
 @pytest.mark.parametrize("base", BASES)
 def test_adapters_on_encoded_weights(base: str, recompute: str) -> None:
-    torch.manual_seed(0)
     names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     config = peft.LoraConfig(r=4, target_modules=names, init_lora_weights=False)
     if base == "nvfp4":

@@ -10,7 +10,7 @@ import peft
 import pytest
 import torch
 import transformers
-from fuse_models import fused_rules
+from fuse_models import DECODER, assert_same_step, fused_rules, step_of
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
@@ -19,18 +19,7 @@ import transformer_ops as tops
 
 pytestmark = pytest.mark.takes(seconds=15)
 
-MOE: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "num_experts_per_tok": 2,
-}
+MOE: dict[str, Any] = DECODER | {"intermediate_size": 48, "num_experts_per_tok": 2}
 FOUR, LOCAL = {"num_experts": 4, "moe_intermediate_size": 24}, {"num_local_experts": 4}
 DEEPSEEK = {
     "n_routed_experts": 4,
@@ -88,28 +77,12 @@ def pair(name: str = "Mixtral", **options: Any) -> tuple[Any, Any, tops.FuseRepo
     return plain, model, tops.fuse(model)
 
 
-def results(
-    model: Any, tokens: Tensor = TOKENS, run: Any = None, **options: Any
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss, and the gradients of all parameters that have some."""
-    model.zero_grad()
-    torch.manual_seed(2)  # Phi-MoE draws experts
-    loss = (model if run is None else run)(input_ids=tokens, labels=tokens, **options).loss
-    loss.backward()
-    grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    return loss.detach(), grads
+def given(tokens: Tensor = TOKENS, **options: Any) -> dict[str, Any]:
+    return {"input_ids": tokens, "labels": tokens, **options}
 
 
-def assert_same(
-    plain: Any, model: Any, tolerance: float = 2e-5, run: Any = None, **options: Any
-) -> None:
-    (loss, grads), (found, own) = results(plain, **options), results(model, run=run, **options)
-    torch.testing.assert_close(found, loss, rtol=tolerance, atol=tolerance)
-    assert grads.keys() == own.keys()
-    # Some gradients are zero but for rounding.
-    least = tolerance * max(float(grad.norm()) for grad in grads.values())
-    for name, grad in grads.items():
-        assert (own[name] - grad).norm() <= tolerance * grad.norm() + least, name
+def assert_same(plain: Any, model: Any, run: Any = None, **options: Any) -> None:
+    assert_same_step(plain, model, given(**options), 2e-5, run)
 
 
 def reasons(report: tops.FuseReport) -> list[str]:
@@ -187,8 +160,7 @@ def test_autocast() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         want, found = (block_results(block, x) for block in blocks)
     assert want[0].dtype == found[0].dtype == torch.float32
-    for one, other in zip(want, found, strict=True):
-        torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-6)
 
 
 def test_gradient_checkpoints() -> None:
@@ -200,7 +172,6 @@ def test_gradient_checkpoints() -> None:
 
 @pytest.mark.parametrize("name", ["Mixtral", "Olmoe"])
 def test_compiled(name: str) -> None:
-    torch._dynamo.reset()
     plain, model, _ = pair(name)
     for one in (plain, model):
         one.loss_type = "ForCausalLM"  # else transformers warns, which ends a graph
@@ -211,8 +182,7 @@ def test_router_logits_and_their_loss() -> None:
     plain, model, report = pair()
     assert_same(plain, model, output_router_logits=True)
     want, found = (one(TOKENS, output_router_logits=True) for one in (plain, model))
-    for one, other in zip(want.router_logits, found.router_logits, strict=True):
-        torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found.router_logits, want.router_logits, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(found.aux_loss, want.aux_loss)
     assert fused_rules(report)["experts"] == 2
 
@@ -251,7 +221,7 @@ def test_adapters_on_experts(when: str) -> None:
 
 def sharded_experts(rank: int) -> None:
     """What each of two processes does for test_fuse_in_processes.py."""
-    _, grads = results(make())
+    _, grads = step_of(make(), given())
     for is_first in (False, True):
         model = make()
         if is_first:
@@ -261,7 +231,7 @@ def sharded_experts(rank: int) -> None:
         fully_shard(model)
         if not is_first:
             report = tops.fuse(model)
-        _, own = results(model)
+        _, own = step_of(model, given())
         assert fused_rules(report)["experts"] == 2
         blocks = [layer.mlp for layer in model.model.layers]
         assert all(block.fused.regions[0].sequential is not None for block in blocks)
@@ -403,7 +373,6 @@ def test_rows_and_weights_of_two_dtypes() -> None:
 
 
 def test_transposed_weights_with_biases() -> None:
-    torch.manual_seed(0)
     config = transformers.GptOssConfig(**MOE | LOCAL | {"head_dim": 8})
     plain = transformers.GptOssForCausalLM(config)
     for parameter in plain.parameters():
@@ -433,5 +402,5 @@ def test_the_limit_of_a_clamped_unit() -> None:
 @pytest.mark.parametrize("name", ["Mixtral", "Olmoe"])
 def test_saved_bytes(name: str) -> None:
     _, _, report = pair(name)
-    before, after = report.saved_bytes(input_ids=TOKENS, labels=TOKENS)
+    before, after = report.saved_bytes(**given())
     assert after < 0.65 * before

@@ -222,7 +222,6 @@ def results(module: nn.Module, run: Any = None) -> list[Tensor]:
 @pytest.mark.parametrize("is_compiled", [False, True])
 @pytest.mark.parametrize("kind", FUSED)
 def test_forms(kind: type[Form], is_compiled: bool) -> None:
-    torch._dynamo.reset()
     plain = kind()
     module = copy.deepcopy(plain)
     report = tops.fuse(module, strict=True)
@@ -396,7 +395,6 @@ def test_branches_that_do_not_run() -> None:
 @pytest.mark.parametrize("is_compiled", [False, True])
 def test_branches_within_what_ops_compute(is_compiled: bool) -> None:
     """The ops run where the branch is the one that they stand for."""
-    torch._dynamo.reset()
     found = []
     for is_fused in (False, True):
         around, into = AroundABranch(), IntoABranch()
@@ -451,13 +449,10 @@ def test_a_rule_with_a_condition(is_compiled: bool) -> None:
         lambda *_: [tops.ConstantScale(7.0)],  # another function, so that it shows
         when=lambda module, x: x.shape[0] == 3,
     )
-    try:
-        torch._dynamo.reset()
-        module, x = Sine(), torch.randn(4, 2)
-        tops.fuse(module, rules=[rule])
-        run = torch.compile(module, backend="aot_eager", dynamic=False) if is_compiled else module
-        for _ in range(2):
-            torch.testing.assert_close(run(x), torch.sin(x))
-            torch.testing.assert_close(run(x[:3]), 7 * x[:3])
-    finally:
-        rule.remove()
+    torch._dynamo.reset()
+    module, x = Sine(), torch.randn(4, 2)
+    tops.fuse(module, rules=[rule])
+    run = torch.compile(module, backend="aot_eager", dynamic=False) if is_compiled else module
+    for _ in range(2):
+        torch.testing.assert_close(run(x), torch.sin(x))
+        torch.testing.assert_close(run(x[:3]), 7 * x[:3])

@@ -49,9 +49,7 @@ def rule() -> Any:
     def make(module: Any, names: dict[str, str]) -> list[nn.Module]:
         return [tops.view(getattr(module, names["norm"])), tops.ConstantScale(2.0)]
 
-    found = tops.register_fuse_rule("doubling", STATEMENTS, make)
-    yield found
-    found.remove()
+    return tops.register_fuse_rule("doubling", STATEMENTS, make)
 
 
 def test_a_rule_of_the_users(rule: tops.FuseRule) -> None:
@@ -75,13 +73,10 @@ def test_a_rule_of_the_users(rule: tops.FuseRule) -> None:
 )
 def test_a_rule_that_answers_nonsense(answer: Any, reason: str) -> None:
     rule = tops.register_fuse_rule("nonsense", STATEMENTS, lambda *_: answer)
-    try:
-        layer, x = DoublingInPlace(), torch.randn(3, 16)
-        want = layer(x)
-        report = tops.fuse(layer, rules=[rule])
-        assert torch.equal(layer(x), want) and reason in report.skipped[0].reason
-    finally:
-        rule.remove()
+    layer, x = DoublingInPlace(), torch.randn(3, 16)
+    want = layer(x)
+    report = tops.fuse(layer, rules=[rule])
+    assert torch.equal(layer(x), want) and reason in report.skipped[0].reason
 
 
 def test_a_refusal_is_found_out_once() -> None:
@@ -92,43 +87,34 @@ def test_a_refusal_is_found_out_once() -> None:
         raise tops.FuseSkip("no")
 
     rule = tops.register_fuse_rule("refusing", STATEMENTS, make)
-    try:
-        report = tops.fuse(model, rules=[rule])
+    report = tops.fuse(model, rules=[rule])
+    model(torch.randn(2, 16))
+    before = len(made)
+    for _ in range(5):
         model(torch.randn(2, 16))
-        before = len(made)
-        for _ in range(5):
-            model(torch.randn(2, 16))
-        assert len(made) == before and report.skipped[0].reason == "no"
-    finally:
-        rule.remove()
+    assert len(made) == before and report.skipped[0].reason == "no"
 
 
 def test_a_rule_that_raises() -> None:
     def make(*_: Any) -> Any:
         raise AttributeError("no such thing")
 
-    rule = tops.register_fuse_rule("raises", STATEMENTS, make)
-    try:
-        layer, x = DoublingInPlace(), torch.randn(3, 16)
-        want = layer(x)
-        report = tops.fuse(layer, rules=["raises"])
-        assert torch.equal(layer(x), want)
-        reason = report.skipped[0].reason
-        assert reason == "the rule raises raised AttributeError: no such thing"
-    finally:
-        rule.remove()
+    tops.register_fuse_rule("raises", STATEMENTS, make)
+    layer, x = DoublingInPlace(), torch.randn(3, 16)
+    want = layer(x)
+    report = tops.fuse(layer, rules=["raises"])
+    assert torch.equal(layer(x), want)
+    reason = report.skipped[0].reason
+    assert reason == "the rule raises raised AttributeError: no such thing"
 
 
 def test_a_wrong_rule_is_seen() -> None:
-    rule = tops.register_fuse_rule("wrong", STATEMENTS, lambda m, n: [tops.view(m.norm)])
-    try:
-        layer, x = DoublingInPlace(), torch.randn(3, 16)
-        want = layer(x)
-        tops.fuse(layer, rules=["wrong"])
-        with pytest.raises(AssertionError):
-            torch.testing.assert_close(layer(x), want)
-    finally:
-        rule.remove()
+    tops.register_fuse_rule("wrong", STATEMENTS, lambda m, n: [tops.view(m.norm)])
+    layer, x = DoublingInPlace(), torch.randn(3, 16)
+    want = layer(x)
+    tops.fuse(layer, rules=["wrong"])
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(layer(x), want)
 
 
 def test_a_source_that_cannot_be_read() -> None:

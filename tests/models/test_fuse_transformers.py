@@ -14,7 +14,7 @@ import peft
 import pytest
 import torch
 import transformers
-from fuse_models import fused_rules
+from fuse_models import DECODER, ENCODER, assert_same_step, fused_rules, step_of
 from onnx.reference import ReferenceEvaluator
 from torch import Tensor, nn
 from torchao.quantization import (
@@ -26,18 +26,6 @@ import transformer_ops as tops
 
 pytestmark = pytest.mark.takes(seconds=80)
 
-DECODER = {
-    "hidden_size": 32,
-    "intermediate_size": 80,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-ENCODER = {k: v for k, v in DECODER.items() if k != "num_key_value_heads"}
 VISION = {k: v for k, v in ENCODER.items() if "_token_id" not in k and k != "vocab_size"} | {
     "image_size": 16,
     "patch_size": 8,
@@ -215,28 +203,10 @@ def inputs(model: nn.Module) -> dict[str, Tensor]:
     return {"input_ids": TOKENS, "labels": TOKENS}
 
 
-def results(model: Any, run: Any = None) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss, and the gradients of all parameters that have some."""
-    model.zero_grad()
-    found = (model if run is None else run)(**inputs(model))
-    loss = found.last_hidden_state.square().mean() if "labels" not in inputs(model) else found.loss
-    loss.backward()
-    grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    return loss.detach(), grads
-
-
 def assert_same(
     plain: nn.Module, model: nn.Module, run: Any = None, tolerance: float = 1e-5
 ) -> None:
-    (loss, grads), (found, own) = results(plain), results(model, run)
-    torch.testing.assert_close(found, loss)
-    # Compiled code gives zeros to parameters that it does not use.
-    assert grads.keys() <= own.keys()
-    assert not any(own[name].any() for name in own.keys() - grads.keys())
-    # Some gradients are zero but for rounding.
-    least = tolerance * max(float(grad.norm()) for grad in grads.values())
-    for name, grad in grads.items():
-        assert (own[name] - grad).norm() <= tolerance * grad.norm() + least, name
+    assert_same_step(plain, model, inputs(model), tolerance, run)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -266,7 +236,6 @@ def test_loss_gradients_and_state_dict(name: str, tmp_path: Path) -> None:
     ],
 )
 def test_compiled(name: str) -> None:
-    torch._dynamo.reset()
     plain, model = make(name), make(name)
     for one in (plain, model):
         if getattr(one, "loss_type", "") is None:  # transformers warns, which ends a graph
@@ -322,7 +291,7 @@ def test_adapters(targets: Any, when: str) -> None:
         report = tops.fuse(model)
     assert_same(plain, model)
     assert fused_rules(report) == LLAMA and not report.skipped
-    assert all("lora" in name for name in results(model)[1])
+    assert all("lora" in name for name in step_of(model, inputs(model))[1])
 
 
 @pytest.mark.parametrize(
@@ -431,32 +400,27 @@ def test_quantizers(name: str, quantizer: str, when: str) -> None:
         "return F.linear(H, self.weight, self.bias)",
         lambda module, _: [tops.view(module)],
     )
-    try:
-        rules: list[Any] = [*NOT_NORMS, *([rule] if "products" in when else [])]
-        if when != "before":
-            tops.fuse(model, rules=rules)
-            model(**inputs(model))
-        is_passed_over = quantizer == "torch" and "products" in when
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            model = quantize(model)
-        said = [str(warning.message) for warning in caught]
-        assert any("[fuse]" in text and "over each Linear" in text for text in said) == (
-            is_passed_over
-        )
-        if is_passed_over:
-            tops.unfuse(model)
-            model = quantize(model)
-        report = tops.fuse(model, rules=rules)
-        with torch.no_grad():
-            want, found = (one(input_ids=TOKENS).logits for one in (plain, model))
-            float_logits = make(name)(input_ids=TOKENS).logits
-        torch.testing.assert_close(found, want, rtol=0, atol=1e-6)
-        assert (float_logits - want).abs().max() > 1e-4
-        assert not report.fused
-        assert any(reason in row.reason for row in report.skipped)
-    finally:
-        rule.remove()
+    rules: list[Any] = [*NOT_NORMS, *([rule] if "products" in when else [])]
+    if when != "before":
+        tops.fuse(model, rules=rules)
+        model(**inputs(model))
+    is_passed_over = quantizer == "torch" and "products" in when
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = quantize(model)
+    said = [str(warning.message) for warning in caught]
+    assert any("[fuse]" in text and "over each Linear" in text for text in said) == (is_passed_over)
+    if is_passed_over:
+        tops.unfuse(model)
+        model = quantize(model)
+    report = tops.fuse(model, rules=rules)
+    with torch.no_grad():
+        want, found = (one(input_ids=TOKENS).logits for one in (plain, model))
+        float_logits = make(name)(input_ids=TOKENS).logits
+    torch.testing.assert_close(found, want, rtol=0, atol=1e-6)
+    assert (float_logits - want).abs().max() > 1e-4
+    assert not report.fused
+    assert any(reason in row.reason for row in report.skipped)
 
 
 class Output(nn.Module):

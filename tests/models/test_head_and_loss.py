@@ -10,20 +10,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from fuse_models import DECODER
 from torch import Tensor, nn
 
 import transformer_ops as tops
 from transformer_ops.models.deferred import DeferredLogits
 
 V = 70
-SIZES = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": V,
-}
+SIZES: dict[str, Any] = DECODER | {"intermediate_size": 48, "num_hidden_layers": 1, "vocab_size": V}
 RULES = ["head and loss"]
 
 
@@ -58,7 +52,7 @@ def make(family: str, tied: bool = False) -> Any:
     torch.manual_seed(0)
     if family in SCALED:
         name, options = SCALED[family]
-        options = {"pad_token_id": 0, **SIZES, **options, "tie_word_embeddings": tied}
+        options = {**SIZES, **options, "tie_word_embeddings": tied}
         kind = getattr(transformers, f"{name}ForCausalLM")
         return kind(getattr(transformers, f"{name}Config")(**options)).train()
     if "llama" in family:
@@ -90,8 +84,8 @@ def is_deferred(logits: Any) -> bool:
 
 
 def assert_same_gradients(plain: nn.Module, fused: nn.Module) -> None:
-    for a, b in zip(plain.parameters(), fused.parameters(), strict=True):
-        torch.testing.assert_close(b.grad, a.grad, rtol=1e-4, atol=1e-6)
+    grads = [[p.grad for p in model.parameters()] for model in (fused, plain)]
+    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-6)
 
 
 EXTRAS: dict[str, dict[str, Any]] = {

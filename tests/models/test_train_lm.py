@@ -170,7 +170,6 @@ def test_with_dropout_tops_saves_less_for_backward() -> None:
 
 
 def test_compiled_training_follows_eager() -> None:
-    torch._dynamo.reset()
     size = ["--batch", "2", "--context", "32", "--layers", "1", "--width", "32"]
     eager, compiled = (steps(make_run(*size, *extra), 3) for extra in ([], ["--compile"]))
     assert compiled == pytest.approx(eager, abs=1e-4)
