@@ -63,10 +63,8 @@ class PlanningSession:
         custom = handles.find(recipe)
         rows = ["exact, exact, exact"]
         for number, op in enumerate(self.basic_ops):
-            operands = [] if op.is_python else op._declaration()["operands"]
-            if operands:
-                module_type = "linear" if "weight" in operands else "quantize"
-                rows.append(f"{number}: {custom.formats_of(module_type, op)}")
+            if not op.is_python and op._declaration()["operands"]:
+                rows.append(f"{number}: {', '.join(custom.operands_of(op))}")
         return "; ".join(rows)
 
     def rewrite(

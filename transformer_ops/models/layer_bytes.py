@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 
 from ..base.sharding import is_gathered, sharding_restored, storages
 from ..reports.step_bytes import restored
-from ..reports.svg import Canvas, save_svg
+from ..reports.svg import Canvas, Pictured
 from ..reports.tables import html_table, size_text
 from .fused_class import FusedModule
 
@@ -37,7 +36,7 @@ class LayerRow(NamedTuple):
     after: int
 
 
-class LayerBytes:
+class LayerBytes(Pictured):
     """The bytes saved for backward by each layer: as text, as a table in a notebook, and as a
     picture. A layer is an item of an `nn.ModuleList` or `nn.Sequential` whose items have one class,
     with all that it calls, or a module outside of such lists."""
@@ -76,22 +75,13 @@ class LayerBytes:
             lines.append(f"  {_short(row.path, 28):28} {sizes}  {bar}{rest}".rstrip())
         return "\n".join(lines)
 
-    __repr__ = __str__
-
     def _repr_html_(self) -> str:
         rows = [*self.rows, LayerRow("all", self.before, self.after)]
         cells = [(_name(row.path), size_text(row.before), size_text(row.after)) for row in rows]
         return html_table(("layer", "without ops", "with ops"), cells)
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes a picture.
-
-        Raises:
-            ValueError: the path does not end in ".svg".
-        """
-        save_svg("fuse", path, self._picture())
-
-    def _picture(self) -> str:
+    def svg(self) -> str:
+        """A standalone SVG picture."""
         most = self._most()
         scale = (_WIDTH - _NAME - 2 * _MARGIN - 90) / most
         before, after = size_text(self.before), size_text(self.after)

@@ -1,4 +1,7 @@
-"""Norms that classes write out, or that call torch's functions in a way of their own."""
+"""Norms that classes write out, or that call torch's functions in a way of their own.
+
+In: a module such as `LlamaRMSNorm`. Out: a LayerNorm or an RMSNorm that borrows its parameters.
+"""
 
 from __future__ import annotations
 
@@ -196,7 +199,7 @@ class _LayerNormWithoutBias(BorrowedLayerNorm):
 
     @property
     def normalized_shape(self) -> tuple[int, ...]:  # type: ignore[override]
-        return tuple(self.weight.shape)  # type: ignore[union-attr]
+        return tuple(self.weight.shape)
 
     @property
     def eps(self) -> float:  # type: ignore[override]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -12,7 +11,7 @@ from torch.optim import Optimizer
 
 from ..reports.progress import progress
 from ..reports.step_bytes import step_bytes
-from ..reports.svg import Canvas, save_svg, text_width
+from ..reports.svg import Canvas, Pictured, text_width
 from ..reports.tables import html_table, text_table, unbroken
 from .fused_class import FusedModule
 from .layer_bytes import LayerBytes, LayerRow, bytes_by_layer
@@ -42,7 +41,7 @@ class FuseRow(NamedTuple):
     reason: str
 
 
-class FuseReport:
+class FuseReport(Pictured):
     """What was fused in a model, and what was not and why: as text, as a table in a notebook, and
     as a picture. It looks at the model whenever it is read, so a hook that is registered later
     shows."""
@@ -148,8 +147,6 @@ class FuseReport:
         ]
         return "\n".join([self._head(), *text_table(rows, indent="  ")]) if rows else _NOTHING
 
-    __repr__ = __str__
-
     def _repr_html_(self) -> str:
         cells = [
             (str(count), kind, rule, reason or "fused")
@@ -157,16 +154,8 @@ class FuseReport:
         ]
         return html_table(("modules", "class", "rule", "state"), cells) if cells else _NOTHING
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the report as a picture.
-
-        Raises:
-            ValueError: the path does not end in ".svg".
-            OSError: the file cannot be written.
-        """
-        save_svg("fuse", path, self._picture())
-
-    def _picture(self) -> str:
+    def svg(self) -> str:
+        """A standalone SVG picture."""
         rows = [
             (_LEFT if reason else _FUSED, (f"{count} x {kind}", rule, reason or "fused"))
             for kind, rule, reason, count in self._lines()

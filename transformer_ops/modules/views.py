@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..op.base import BasicOperation, FusibleOperation
 from ..op.borrowed import Borrowed, class_of, find_obstacle
 from ..op.checks import check_approximate
+from ..op.view import of_owner
 from ..ops.activation import GELU, ReLU, SiLU
 from ..ops.basic_linear import BasicLinear
 from ..ops.bias import Bias
@@ -89,9 +90,7 @@ class BorrowedTransposedProduct(BorrowedProduct):
 class BorrowedBias(Borrowed, Bias):
     """The bias of a `torch.nn.Linear`."""
 
-    @property
-    def bias(self) -> nn.Parameter:  # type: ignore[override]
-        return self._parameter_owner.bias  # type: ignore[return-value]
+    bias = of_owner("bias")
 
     @property
     def size(self) -> int:  # type: ignore[override]
@@ -334,13 +333,8 @@ class BorrowedLayerNorm(Borrowed, LayerNorm):
     zero_centered_gamma = False
     _watched = ("eps", "normalized_shape")
 
-    @property
-    def weight(self) -> nn.Parameter | None:  # type: ignore[override]
-        return self._parameter_owner.weight  # type: ignore[return-value]
-
-    @property
-    def bias(self) -> nn.Parameter | None:  # type: ignore[override]
-        return self._parameter_owner.bias  # type: ignore[return-value]
+    weight = of_owner("weight")
+    bias = of_owner("bias")
 
     @property
     def normalized_shape(self) -> tuple[int, ...]:  # type: ignore[override]
@@ -371,14 +365,12 @@ class BorrowedRMSNorm(Borrowed, RMSNorm):
         own["_watched"], own["_gamma"] = (eps,), zero_centered_gamma
         own["_is_of_weight"] = of_weight
 
-    @property
-    def weight(self) -> nn.Parameter | None:  # type: ignore[override]
-        return self._parameter_owner.weight  # type: ignore[return-value]
+    weight = of_owner("weight")
 
     @property
     def normalized_shape(self) -> tuple[int, ...]:  # type: ignore[override]
         if self.__dict__["_is_of_weight"]:
-            return tuple(self.weight.shape)  # type: ignore[union-attr]
+            return tuple(self.weight.shape)
         return tuple(self._parameter_owner.normalized_shape)  # type: ignore[arg-type]
 
     @property

@@ -13,6 +13,11 @@ from .fused import FusedOperation
 from .observers import ObservedMixin
 
 
+def of_owner(name: str) -> Any:
+    """A property: the attribute of this name of the owner of a `View`."""
+    return property(lambda view: getattr(view._parameter_owner, name))
+
+
 class View(BasicOperation):
     """A basic op without state: everything is looked up on its owner when it is needed."""
 

@@ -14,7 +14,7 @@ from ..op.parameters import new_parameter
 from ..op.quantizers import passed_over
 from ..op.state_dict import take_extra_state
 from ..op.tensor_parallel import SplitProductMixin
-from ..op.view import View
+from ..op.view import View, of_owner
 from ..quantization.model_init import hold_quantized
 from ..quantization.scales import renew_scales
 from .basic_linear import BasicLinear, check_rng_tracker, init_weight
@@ -41,25 +41,11 @@ class LinearProduct(View, BasicLinear):
 
     _is_part = True
 
-    @property
-    def weight(self) -> nn.Parameter:  # type: ignore[override]
-        return self._parameter_owner.weight  # type: ignore[return-value]
-
-    @property
-    def in_features(self) -> int:  # type: ignore[override]
-        return self._parameter_owner.local_in_features  # type: ignore[return-value]
-
-    @property
-    def out_features(self) -> int:  # type: ignore[override]
-        return self._parameter_owner.local_out_features  # type: ignore[return-value]
-
-    @property
-    def accumulate_into_main_grad(self) -> bool:  # type: ignore[override]
-        return self._parameter_owner.accumulate_into_main_grad  # type: ignore[return-value]
-
-    @property
-    def _rng_state_tracker_function(self) -> Callable[[], Any] | None:  # type: ignore[override]
-        return self._parameter_owner._rng_state_tracker_function  # type: ignore[return-value]
+    weight = of_owner("weight")
+    in_features = of_owner("local_in_features")
+    out_features = of_owner("local_out_features")
+    accumulate_into_main_grad = of_owner("accumulate_into_main_grad")
+    _rng_state_tracker_function = of_owner("_rng_state_tracker_function")
 
 
 class LinearBias(View, Bias):
@@ -67,13 +53,8 @@ class LinearBias(View, Bias):
 
     _is_part = True
 
-    @property
-    def bias(self) -> nn.Parameter:  # type: ignore[override]
-        return self._parameter_owner.bias  # type: ignore[return-value]
-
-    @property
-    def size(self) -> int:  # type: ignore[override]
-        return self._parameter_owner.local_out_features  # type: ignore[return-value]
+    bias = of_owner("bias")
+    size = of_owner("local_out_features")
 
 
 class _Views(NamedTuple):

@@ -14,18 +14,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-from ..op.base import Check
+from ..op.base import BasicOperation, Check
 from ..op.checks import check_bool
 from .activation import _Activation
 from .glu import _ClampedGLU, _InterleavedGLU, _SiTUGLU
 
 __all__ = ["ScaledClampedQGeGLU", "ScaledSReLU", "ScaledSiTUGLU", "ScaledSwiGLU"]
 
-_RECOMPUTE = {"activation_recompute_in_mlp": check_bool}
+
+class _Scaled(BasicOperation):
+    """An activation whose output backward may recompute for the next product."""
+
+    _checks: ClassVar[Mapping[str, Check]] = {"activation_recompute_in_mlp": check_bool}
+
+    activation_recompute_in_mlp: bool
 
 
-class ScaledSwiGLU(_InterleavedGLU, kind="ScaledSwiGLU"):
-    """`SwiGLU` times `scales`, an extra input with a number for each row.
+class ScaledSwiGLU(_InterleavedGLU, _Scaled, kind="ScaledSwiGLU"):
+    """`SwiGLU` (Shazeer 2020) times `scales`, an extra input with a number for each row.
 
     `x[..., 2h]`, `scales[...]` → `[..., h]` in the dtype of `x`; both get a gradient.
 
@@ -33,10 +39,6 @@ class ScaledSwiGLU(_InterleavedGLU, kind="ScaledSwiGLU"):
     recomputes the output for the next product, whatever the policy of the Sequential. Raises
     ValueError unless that is a bool.
     """
-
-    _checks: ClassVar[Mapping[str, Check]] = _RECOMPUTE
-
-    activation_recompute_in_mlp: bool
 
     def __init__(
         self,
@@ -49,7 +51,7 @@ class ScaledSwiGLU(_InterleavedGLU, kind="ScaledSwiGLU"):
         self.activation_recompute_in_mlp = activation_recompute_in_mlp
 
 
-class ScaledSiTUGLU(_SiTUGLU, kind="ScaledSiTUGLU"):
+class ScaledSiTUGLU(_SiTUGLU, _Scaled, kind="ScaledSiTUGLU"):
     """`SiTUGLU` times `scales`, an extra input with a number for each row.
 
     `x[..., 2h]`, `scales[...]` → `[..., h]` in the dtype of `x`; both get a gradient.
@@ -58,10 +60,6 @@ class ScaledSiTUGLU(_SiTUGLU, kind="ScaledSiTUGLU"):
     recomputes the output for the next product, whatever the policy of the Sequential. Raises
     ValueError unless that is a bool.
     """
-
-    _checks: ClassVar[Mapping[str, Check]] = _RECOMPUTE
-
-    activation_recompute_in_mlp: bool
 
     def __init__(
         self,
@@ -81,8 +79,8 @@ class ScaledSiTUGLU(_SiTUGLU, kind="ScaledSiTUGLU"):
         self.activation_recompute_in_mlp = activation_recompute_in_mlp
 
 
-class ScaledClampedQGeGLU(_ClampedGLU, kind="ScaledClampedQGeGLU"):
-    """`ClampedSwiGLU` times `scales`, an extra input with a number for each row.
+class ScaledClampedQGeGLU(_ClampedGLU, _Scaled, kind="ScaledClampedQGeGLU"):
+    """`ClampedSwiGLU` (OpenAI 2025) times `scales`, an extra input with a number for each row.
 
     `x[..., 2h]`, `scales[...]` → `[..., h]` in the dtype of `x`; both get a gradient.
 
@@ -90,10 +88,6 @@ class ScaledClampedQGeGLU(_ClampedGLU, kind="ScaledClampedQGeGLU"):
     recomputes the output for the next product, whatever the policy of the Sequential. Raises
     ValueError unless that is a bool.
     """
-
-    _checks: ClassVar[Mapping[str, Check]] = _RECOMPUTE
-
-    activation_recompute_in_mlp: bool
 
     def __init__(
         self,
@@ -115,7 +109,7 @@ class ScaledClampedQGeGLU(_ClampedGLU, kind="ScaledClampedQGeGLU"):
         self.activation_recompute_in_mlp = activation_recompute_in_mlp
 
 
-class ScaledSReLU(_Activation, kind="ScaledSReLU"):
+class ScaledSReLU(_Activation, _Scaled, kind="ScaledSReLU"):
     """`max(x, 0)^2` (So et al. 2021) times `scales`, an extra input with a number for each row.
 
     `x[..., n]`, `scales[...]` → `[..., n]` in the dtype of `x`; both get a gradient.
@@ -123,10 +117,6 @@ class ScaledSReLU(_Activation, kind="ScaledSReLU"):
     With `activation_recompute_in_mlp`, backward recomputes the output for the next product,
     whatever the policy of the Sequential. Raises ValueError unless that is a bool.
     """
-
-    _checks: ClassVar[Mapping[str, Check]] = _RECOMPUTE
-
-    activation_recompute_in_mlp: bool
 
     def __init__(
         self, *, activation_recompute_in_mlp: bool = False, cache_quantized_input: bool = False

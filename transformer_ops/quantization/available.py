@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from collections.abc import Callable
+from typing import Literal, Protocol, overload
 
 import torch
 
@@ -20,19 +21,34 @@ _EMULATED = "recipes are emulated, by products of decoded tensors"
 _Device = torch.device | str | int | None
 
 
-@overload
-def is_fp8_available(device: _Device = None, *, return_reason: Literal[False] = False) -> bool: ...
+class _Available(Protocol):
+    @overload
+    def __call__(
+        self, device: _Device = None, *, return_reason: Literal[False] = False
+    ) -> bool: ...
+
+    @overload
+    def __call__(
+        self, device: _Device = None, *, return_reason: Literal[True]
+    ) -> tuple[bool, str]: ...
 
 
-@overload
-def is_fp8_available(
-    device: _Device = None, *, return_reason: Literal[True]
-) -> tuple[bool, str]: ...
+def _with_a_reason(look: Callable[[_Device], tuple[bool, str]]) -> _Available:
+    """A function that returns the reason only where it is asked for."""
+
+    def available(
+        device: _Device = None, *, return_reason: bool = False
+    ) -> bool | tuple[bool, str]:
+        found = look(device)
+        return found if return_reason else found[0]
+
+    for name in ("__name__", "__qualname__", "__doc__"):
+        setattr(available, name, getattr(look, name))
+    return available  # type: ignore[return-value]
 
 
-def is_fp8_available(
-    device: _Device = None, *, return_reason: bool = False
-) -> bool | tuple[bool, str]:
+@_with_a_reason
+def is_fp8_available(device: _Device) -> tuple[bool, str]:
     """Whether FP8 recipes are useful on a device.
 
     On a GPU: whether it multiplies FP8, which requires compute capability 8.9. On the CPU it is
@@ -44,72 +60,29 @@ def is_fp8_available(
             none.
         return_reason: also return why it is False, or what is emulated; empty if neither applies.
     """
-    found = _look(device) or _capability(device, (8, 9), None, "at least 8.9")
-    return found if return_reason else found[0]
+    return _look(device) or _capability(device, (8, 9), None, "at least 8.9")
 
 
-@overload
-def is_fp8_block_scaling_available(
-    device: _Device = None, *, return_reason: Literal[False] = False
-) -> bool: ...
-
-
-@overload
-def is_fp8_block_scaling_available(
-    device: _Device = None, *, return_reason: Literal[True]
-) -> tuple[bool, str]: ...
-
-
-def is_fp8_block_scaling_available(
-    device: _Device = None, *, return_reason: bool = False
-) -> bool | tuple[bool, str]:
+@_with_a_reason
+def is_fp8_block_scaling_available(device: _Device) -> tuple[bool, str]:
     """Whether `Float8BlockScaling` is useful on a device: like `is_fp8_available`, but a GPU must
     have exactly compute capability 9.0, and the build CUDA 12.9 or newer.
     """
-    found = _look(device) or _toolkit() or _capability(device, (9, 0), (9, 0), "9.0")
-    return found if return_reason else found[0]
+    return _look(device) or _toolkit() or _capability(device, (9, 0), (9, 0), "9.0")
 
 
-@overload
-def is_mxfp8_available(
-    device: _Device = None, *, return_reason: Literal[False] = False
-) -> bool: ...
-
-
-@overload
-def is_mxfp8_available(
-    device: _Device = None, *, return_reason: Literal[True]
-) -> tuple[bool, str]: ...
-
-
-def is_mxfp8_available(
-    device: _Device = None, *, return_reason: bool = False
-) -> bool | tuple[bool, str]:
+@_with_a_reason
+def is_mxfp8_available(device: _Device) -> tuple[bool, str]:
     """Whether `MXFP8BlockScaling` is useful on a device: like `is_fp8_available`, but a GPU must
     have at least compute capability 10.0, and the build CUDA 12.9 or newer.
     """
-    found = _look(device) or _toolkit() or _capability(device, (10, 0), None, "at least 10.0")
-    return found if return_reason else found[0]
+    return _look(device) or _toolkit() or _capability(device, (10, 0), None, "at least 10.0")
 
 
-@overload
-def is_nvfp4_available(
-    device: _Device = None, *, return_reason: Literal[False] = False
-) -> bool: ...
-
-
-@overload
-def is_nvfp4_available(
-    device: _Device = None, *, return_reason: Literal[True]
-) -> tuple[bool, str]: ...
-
-
-def is_nvfp4_available(
-    device: _Device = None, *, return_reason: bool = False
-) -> bool | tuple[bool, str]:
+@_with_a_reason
+def is_nvfp4_available(device: _Device) -> tuple[bool, str]:
     """Whether `NVFP4BlockScaling` is useful on a device: like `is_mxfp8_available`."""
-    found = _look(device) or _toolkit() or _capability(device, (10, 0), None, "at least 10.0")
-    return found if return_reason else found[0]
+    return _look(device) or _toolkit() or _capability(device, (10, 0), None, "at least 10.0")
 
 
 def _device(device: _Device) -> torch.device:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from .quantized_tensor import QuantizedTensor
-from .recipe import CustomRecipe, DelayedScaling, MXFP8BlockScaling, Recipe
+from .recipe import DelayedScaling, MXFP8BlockScaling, Recipe
 from .region import current_recipe
 from .scales import make_scales
 
@@ -85,7 +85,7 @@ def hold_quantized(op: Any) -> None:
     hold_scales(op)
     if region is None or region.recipe is None:
         return
-    format = _weight_format(region.recipe, op)
+    format = region.recipe.operands_of(op)[1]
     if format == "exact":
         return
     owner: Any = op._parameter_owner
@@ -105,9 +105,3 @@ def hold_scales(op: Any) -> None:
     recipe = current_recipe()
     if isinstance(recipe, DelayedScaling) and op._takes_scales:
         make_scales(op._parameter_owner, recipe.key)
-
-
-def _weight_format(recipe: Recipe, op: Any) -> str:
-    if isinstance(recipe, CustomRecipe):
-        return recipe.formats_of("linear", op).split(", ")[1]
-    return recipe.operands[1]

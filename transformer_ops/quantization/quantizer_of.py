@@ -11,7 +11,7 @@ from .. import _C
 from ..op.base import quantizers_by
 from .number_format import FORMATS
 from .quantizers import Float8Quantizer, NVFP4Quantizer, Quantizer, quantizer_for
-from .recipe import CustomRecipe, DelayedScaling, NVFP4BlockScaling, Recipe
+from .recipe import DelayedScaling, NVFP4BlockScaling
 from .scales import has_scales, key_of
 from .second_run import state_of_call
 from .state import STATE
@@ -30,7 +30,7 @@ def quantizer_of(op: Any, mode: str, i: int) -> Quantizer | None:
     if isinstance(recipe, DelayedScaling):
         group = i // (2 if mode == "forward" else 1)
         return _delayed(recipe, op, place, group)
-    found = quantizer_for(_formats(recipe, op)[place])
+    found = quantizer_for(recipe.operands_of(op)[place])
     if isinstance(recipe, NVFP4BlockScaling) and roles[i] != "weight":
         assert isinstance(found, NVFP4Quantizer)
         is_random = roles[i] == "grad_output" and not recipe.disable_stochastic_rounding
@@ -50,13 +50,6 @@ def _roles(op: Any, mode: str) -> list[str]:
         return of_one * getattr(op, "num_groups", 1)
     name = "input" if mode == "forward" else "grad_output"
     return [name] if operands and getattr(op, f"rounds_{name}") else []
-
-
-def _formats(recipe: Recipe, op: Any) -> tuple[str, ...]:
-    if isinstance(recipe, CustomRecipe):
-        kind = "quantize" if op._kind == "Quantize" else "linear"
-        return tuple(recipe.formats_of(kind, op).split(", "))
-    return recipe.operands
 
 
 def _delayed(recipe: DelayedScaling, op: Any, place: int, group: int) -> Quantizer | None:

@@ -71,6 +71,10 @@ class Recipe:
         `torch.ops.transformer_ops.quantize`, or "exact"."""
         raise NotImplementedError
 
+    def operands_of(self, op: Any) -> tuple[str, ...]:
+        """The same for one op, on which those of a `CustomRecipe` depend."""
+        return self.operands
+
     @property
     def key(self) -> str:
         """What plans depend on, as one text: the formats, and how they are used."""
@@ -290,9 +294,9 @@ class CustomRecipe(Recipe):
         # The number with which a planning call finds the recipe.
         object.__setattr__(self, "_key", f"custom {handles.add(self)}")
 
-    def formats_of(self, module_type: str, op: Any) -> str:
-        """The formats of one op as a text. Raises RuntimeError if `qfactory` returns something
-        else."""
+    def operands_of(self, op: Any) -> tuple[str, ...]:
+        """The formats of one op. Raises RuntimeError if `qfactory` returns something else."""
+        module_type = "quantize" if op._kind == "Quantize" else "linear"
         found = []
         for tensor_type in ("input", "weight", "grad_output"):
             role = QuantizerRole(module_type, tensor_type, op, op._parameter_owner)
@@ -303,4 +307,4 @@ class CustomRecipe(Recipe):
                     f"got {format!r}"
                 )
             found.append("exact" if format is None else format)
-        return ", ".join(found)
+        return tuple(found)

@@ -16,7 +16,7 @@ from ..op.base import BasicOperation, FusibleOperation
 from ..reports.progress import progress
 from ..reports.tables import html_table, text_table
 from .number_format import FORMATS
-from .recipe import CustomRecipe, MXFP8BlockScaling, Recipe
+from .recipe import MXFP8BlockScaling, Recipe
 from .region import autocast
 
 ROLES = ("input", "weight", "grad_output")
@@ -148,7 +148,7 @@ def report(
     rows = []
     with progress("formats", len(products), "product") as advance:
         for name, (_, op) in products.items():
-            for role, own in zip(ROLES, _formats_of(recipe, op), strict=True):
+            for role, own in zip(ROLES, recipe.operands_of(op), strict=True):
                 tensors = seen.get((name, role))
                 if tensors is None:
                     continue
@@ -170,12 +170,6 @@ def _products(model: nn.Module) -> dict[str, tuple[nn.Module, BasicOperation]]:
             if not op.is_python and "weight" in op._declaration()["operands"]:
                 found[name or type(module).__name__] = (module, op)
     return found
-
-
-def _formats_of(recipe: Recipe, op: BasicOperation) -> tuple[str, ...]:
-    if isinstance(recipe, CustomRecipe):
-        return tuple(recipe.formats_of("linear", op).split(", "))
-    return recipe.operands
 
 
 @contextlib.contextmanager

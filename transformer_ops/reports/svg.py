@@ -6,8 +6,9 @@ import os
 import re
 from html import escape
 from pathlib import Path
+from typing import ClassVar
 
-__all__ = ["Canvas", "save_svg", "text_width"]
+__all__ = ["Canvas", "Pictured", "text_width"]
 
 FONT = "ui-sans-serif, system-ui, 'Segoe UI', 'Helvetica Neue', Arial, 'DejaVu Sans', sans-serif"
 
@@ -20,17 +21,30 @@ def text_width(text: str, size: float, *, bold: bool = False) -> float:
     return len(text) * size * (0.66 if bold else 0.58)
 
 
-def save_svg(what: str, path: str | os.PathLike[str], picture: str) -> None:
-    """Writes a picture to a file. `what` is the name that an error gives.
+class Pictured:
+    """A report that is printed as text and saved as a picture."""
 
-    Raises:
-        ValueError: the path does not end in ".svg".
-        OSError: the file cannot be written.
-    """
-    name = os.fspath(path)
-    if not name.lower().endswith(".svg"):
-        raise ValueError(f"[{what}] path must end in .svg, got {name!r}")
-    Path(name).write_text(picture, encoding="utf-8")
+    # The name that an error gives.
+    _made_by: ClassVar[str] = "fuse"
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def svg(self) -> str:
+        """A standalone SVG picture, without scripts, external fonts or external files."""
+        raise NotImplementedError
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the picture to a file.
+
+        Raises:
+            ValueError: the path does not end in ".svg".
+            OSError: the file cannot be written.
+        """
+        name = os.fspath(path)
+        if not name.lower().endswith(".svg"):
+            raise ValueError(f"[{self._made_by}] path must end in .svg, got {name!r}")
+        Path(name).write_text(self.svg(), encoding="utf-8")
 
 
 class Canvas:
