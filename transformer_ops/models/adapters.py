@@ -1,4 +1,8 @@
-"""Layers that add adapters of low rank to a product: those of PEFT."""
+"""Layers that add adapters of low rank to a product: those of PEFT.
+
+In: a `peft.tuners.lora.layer.Linear`. Out: its base and the adapters that are active, as an
+`Adapted`, of which `view` makes one op. FuseSkip says which option ops do not know.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Branches of a `forward` that attributes of the module decide."""
+"""Branches of a `forward` that attributes of the module decide.
+
+In: a module and the tests that lead to statements, `if self.gamma is not None:`. Out: whether the
+statements may run in the next call.
+"""
 
 from __future__ import annotations
 

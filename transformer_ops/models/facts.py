@@ -1,5 +1,9 @@
 """What statements of a function depend on, as guards: attributes of a module, and names of modules
-and functions. The function's own source says which ones it reads."""
+and functions. The function's own source says which ones it reads.
+
+In: a module and statements, `x * self.factor`. Out: guards that hold until `factor`, or the method
+that has the statements, is another one; FuseSkip for what no guard can watch.
+"""
 
 from __future__ import annotations
 

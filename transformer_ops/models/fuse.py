@@ -1,4 +1,23 @@
-"""`fuse`: ops in place of parts of whole models."""
+"""`fuse`: ops in place of parts of whole models.
+
+In: a model. Out: the same model, in which some modules have a new class, and a report. Each class
+goes through these modules:
+
+    windows     consecutive statements of `forward` that compute one value
+    sites       those that a rule of `rules` matches (`pattern` compares their expressions)
+    parts       ops for the steps in them: `self.up(y)` becomes a view of a Linear
+    rewriting   the method, with `region(x)` in place of the statements
+    fused_class a subclass with that method
+    region      one for each module and site: runs the ops while all that the statements read is as
+                it was (`facts`), else the statements
+
+With the statements
+
+    y = self.down(self.act(self.up(self.norm(x))))
+    x = x + y
+
+the rule "residual" gives MakeExtraOutput, LayerNorm, Linear, GELU, Linear, AddExtraInput.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,9 @@
 """Classes of fused modules: each is a subclass of the module's own class, with the same `forward`
-but for the statements that ops stand for."""
+but for the statements that ops stand for.
+
+In: a class and the sites in its methods. Out: the subclass, made once, which has the name of its
+base.
+"""
 
 from __future__ import annotations
 

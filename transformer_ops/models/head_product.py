@@ -1,4 +1,8 @@
-"""The product of a head that is not computed yet, and losses of it."""
+"""The product of a head that is not computed yet, and losses of it.
+
+In: the rows and the weight of `self.lm_head(x)`. Out: the logits, if somebody reads them, or the
+loss of each row, which takes them by chunks.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The rule for the head of a language model and its loss."""
+"""The rule for the head of a language model and its loss.
+
+In: statements such as `logits = self.lm_head(x)`. Out: in training, logits that are computed when
+they are read, which a loss never does (`deferred`).
+"""
 
 from __future__ import annotations
 

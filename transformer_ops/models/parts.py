@@ -1,4 +1,8 @@
-"""What steps of a `forward` compute, as ops: submodules by their structure, and functions."""
+"""What steps of a `forward` compute, as ops: submodules by their structure, and functions.
+
+In: a module and steps, `self.down(F.silu(self.gate(x)) * self.up(x))`. Out: ops that borrow the
+parameters, here PackedLinear, SwiGLU and Linear. FuseSkip says which step no op computes.
+"""
 
 from __future__ import annotations
 

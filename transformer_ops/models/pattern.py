@@ -1,4 +1,8 @@
-"""Statements with placeholders, matched against the source of a `forward` by what they compute."""
+"""Statements with placeholders, matched against the source of a `forward` by what they compute.
+
+In: the text of a rule, `H = X + any_steps(H)`, and statements, `y = self.up(x)` and `x = y + r`.
+Out: the names that make them the same (`H` is x, `X` is r, and the step is `self.up`), or nothing.
+"""
 
 from __future__ import annotations
 

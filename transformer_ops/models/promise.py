@@ -1,4 +1,8 @@
-"""What deferred logits are computed from."""
+"""What deferred logits are computed from.
+
+In: a product, and what is done to its result, `logits / 2`. Out: the numbers, once they are read,
+or the loss, without them.
+"""
 
 from __future__ import annotations
 

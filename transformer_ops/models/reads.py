@@ -1,4 +1,8 @@
-"""The names and attributes that statements of a function read."""
+"""The names and attributes that statements of a function read.
+
+In: statements, `F.gelu(self.up(x))`. Out: `F.gelu` and `self.up`, and what these names are at the
+moment, compared by identity.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""A part of a module's `forward` that ops stand for, and when they may."""
+"""A part of a module's `forward` that ops stand for, and when they may.
+
+In: a module and a site in its class. Out: something to call in place of the statements, or None if
+they have to run, because a hook, another class or another value of what they read is in the way.
+"""
 
 from __future__ import annotations
 

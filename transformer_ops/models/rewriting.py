@@ -1,4 +1,14 @@
-"""Methods with calls of ops in place of the statements that rules match."""
+"""Methods with calls of ops in place of the statements that rules match.
+
+In: a function and its sites. Out: a function in which the statements of site i became
+
+    if (_tops_found := self._tops_region(i, x)) is not None:
+        x = _tops_found(x)
+    else:
+        x = x + self.mlp(self.norm(x))
+
+Lines of a traceback stay those of the file.
+"""
 
 from __future__ import annotations
 

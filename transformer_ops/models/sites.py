@@ -1,4 +1,8 @@
-"""Where rules match the methods of a class."""
+"""Where rules match the methods of a class.
+
+In: a module and rules. Out: the sites, which are statements, the rule and the names that its
+placeholders stand for. Of two that overlap, one counts.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The source of a `forward`, and what its statements compute."""
+"""The source of a `forward`, and what its statements compute.
+
+In: a function. Out: its definition as a tree; and of statements without branches, `a = x + 1` and
+`b = a * a`, the expression of what they read, `(x + 1) * (x + 1)`.
+"""
 
 from __future__ import annotations
 import __future__

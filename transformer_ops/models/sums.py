@@ -1,4 +1,8 @@
-"""Rules for feed-forwards and the sums around them."""
+"""Rules for feed-forwards and the sums around them.
+
+In: the names in statements such as `x = x + self.down(self.act(self.up(self.norm(x))))`. Out: the
+ops of the steps between a MakeExtraOutput and an AddExtraInput.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""What the whole `forward` of a module computes."""
+"""What the whole `forward` of a module computes.
+
+In: a module and texts such as `return self.any_act(H)`. Out: the names in the first text that is
+all of its `forward`: act is `act_fn`, and H is `x`.
+"""
 
 from __future__ import annotations
 

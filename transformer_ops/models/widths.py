@@ -1,4 +1,7 @@
-"""How many numbers the rows have that ops take. Statements may broadcast others, ops do not."""
+"""How many numbers the rows have that ops take. Statements may broadcast others, ops do not.
+
+In: ops. Out: the last dimension of each tensor that a call has to give them.
+"""
 
 from __future__ import annotations
 

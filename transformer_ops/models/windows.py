@@ -1,5 +1,9 @@
 """Consecutive statements of a function that compute one value, and what stands in the way of
-computing it in another way."""
+computing it in another way.
+
+In: a function, such as one with `y = f(x)` and `z = g(y)`. Out: its windows, here `f(x)`, `g(y)`
+and `g(f(x))`, and for the last one whether other statements read `y`.
+"""
 
 from __future__ import annotations
 

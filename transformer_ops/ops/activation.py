@@ -86,12 +86,14 @@ class QGELU(_Activation, kind="QGELU"):
 
 
 class ReLU(_InPlaceActivation, kind="ReLU"):
-    """`max(x, 0)`, `x[...]` → `[...]`. One exact bit for each element is saved for backward.
+    """`max(x, 0)` (Nair and Hinton 2010), `x[...]` → `[...]`, of the input's dtype. One exact bit
+    for each element is saved for backward.
 
     `cache_quantized_input` changes nothing, because a bit is less than a byte: the same is saved,
     and the gradient stays exact. `inplace=True`, as in `torch.nn.ReLU`, is accepted after an op
     that computes the input, whose memory is reused anyway. If it would overwrite the caller's
-    tensor, the call raises ValueError. Raises ValueError unless both are bools.
+    tensor, the call raises ValueError. Raises ValueError unless both are bools, and a call
+    RuntimeError unless the input is of floating numbers.
     """
 
 

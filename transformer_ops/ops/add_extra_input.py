@@ -12,10 +12,14 @@ __all__ = ["AddExtraInput"]
 
 
 class AddExtraInput(BasicOperation, kind="AddExtraInput"):
-    """`x + extra`, both of one shape; the gradient goes to both.
+    """`x + extra`: the sum at the end of a residual connection (He et al. 2015).
+
+    `x[...]` and the extra input `extra[...]`, both of one shape → `[...]` in the dtype to which
+    both promote; the gradient goes to both.
 
     `in_place=True` allows, but never requires, overwriting the extra tensor. Raises ValueError
-    unless the flag is a bool.
+    unless the flag is a bool. A call raises RuntimeError unless both are of floating numbers and of
+    one shape.
     """
 
     _checks: ClassVar[Mapping[str, Check]] = {"in_place": check_bool}

@@ -49,7 +49,8 @@ class BasicLinear(BasicOperation, SplitProductMixin, kind="BasicLinear"):
 
     Raises ValueError if a size is below 1, a flag is no bool, or the tracker is not callable; also
     if a mode is given without a group, a group or `sequence_parallel` without a mode, or if the
-    ranks do not divide the features.
+    ranks do not divide the features. A call raises RuntimeError unless x is of floating numbers and
+    its last dimension is that of the weight.
     """
 
     _takes_scales: ClassVar[bool] = True

@@ -26,7 +26,8 @@ class Bias(BasicOperation, TensorParallelMixin, kind="Bias"):
     the columns of x, and of the bias: `bias[size / ranks]`.
 
     Raises ValueError unless `size` >= 1; also if a flag is no bool, if there is a group without the
-    flag, or if the ranks do not divide `size`.
+    flag, or if the ranks do not divide `size`. A call raises RuntimeError unless the last dimension
+    of x is that of the bias.
     """
 
     _checks: ClassVar[Mapping[str, Check]] = {"size": check_size}

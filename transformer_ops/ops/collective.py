@@ -57,7 +57,7 @@ class Collective(BasicOperation):
 
 
 class AllGather(Collective, kind="AllGather"):
-    """The rows of all ranks, in their order.
+    """The rows of all ranks, in their order (Korthikanti et al. 2022, sequence parallelism).
 
     `x[n, ...]` → `[ranks * n, ...]` in the input's dtype. The gradient is the sum of all ranks'
     gradients for this rank's rows.
@@ -68,7 +68,7 @@ class AllGather(Collective, kind="AllGather"):
 
 
 class ReduceScatter(Collective, kind="ReduceScatter"):
-    """This rank's rows of the sum over all ranks.
+    """This rank's rows of the sum over all ranks (Korthikanti et al. 2022).
 
     `x[n, ...]` → `[n / ranks, ...]` in the input's dtype. Raises RuntimeError if the ranks do not
     divide n. The gradient is gathered.
@@ -79,10 +79,10 @@ class ReduceScatter(Collective, kind="ReduceScatter"):
 
 
 class AllReduce(Collective, kind="AllReduce"):
-    """The sum over all ranks, of any shape with rows, in the input's dtype.
+    """The sum over all ranks.
 
-    All ranks continue with the same tensor, so each already has its gradient, which is passed
-    through (Megatron's g; Shoeybi et al. 2019).
+    `x[n, ...]` → `[n, ...]` in the input's dtype. All ranks continue with the same tensor, so each
+    already has its gradient, which is passed through (Megatron's g; Shoeybi et al. 2019).
 
     `process_group` is a ProcessGroup, a 1-dimensional DeviceMesh, or None for all ranks. Raises
     ValueError if it is anything else.

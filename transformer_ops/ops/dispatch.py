@@ -12,7 +12,7 @@ __all__ = ["Combine", "Dispatch"]
 
 
 class Dispatch(BasicOperation, kind="Dispatch"):
-    """A copy of each token for each of its experts, sorted by expert.
+    """A copy of each token for each of its experts (Shazeer et al. 2017), sorted by expert.
 
     `x[..., h]` and the extra inputs `expert_ids[..., k]`, integers, and `probs[..., k]` →
     `[n, h]`, where n is the number of ids, and the extra outputs
@@ -45,7 +45,7 @@ class Dispatch(BasicOperation, kind="Dispatch"):
 
 
 class Combine(BasicOperation, kind="Combine"):
-    """The sum of the copies that `Dispatch` made of each token.
+    """The sum of the copies that `Dispatch` made of each token (Shazeer et al. 2017).
 
     `x[n, h]` and the extra input `positions[..., k]` of `Dispatch` → `[..., h]`, summed in float32
     (float64 for float64) in the order of k and rounded once. A position of -1 counts as zero. On

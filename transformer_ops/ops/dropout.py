@@ -14,7 +14,7 @@ __all__ = ["Dropout"]
 class Dropout(BasicOperation, kind="Dropout"):
     """In training, zeroes elements with probability `p` and scales the rest by `1 / (1 - p)`.
 
-    The input has any shape, and the result has its dtype (Srivastava et al. 2014). Random bits are
+    `x[...]` → `[...]`, of the input's dtype (Srivastava et al. 2014). Random bits are
     Philox counters (Salmon et al. 2011) seeded by torch's generator of the device. `p = 1` gives
     zeros; `p = 0`, and eval mode, draw no random number. Raises ValueError unless `p` is in [0, 1].
     `inplace` is as in `ReLU`.

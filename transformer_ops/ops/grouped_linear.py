@@ -24,7 +24,8 @@ __all__ = ["GroupedLinear"]
 
 
 class GroupedLinear(BasicOperation, kind="GroupedLinear"):
-    """`x[rows of g] @ weight[g].T + bias[g]` for each group g.
+    """`x[rows of g] @ weight[g].T + bias[g]` for each group g: the products of experts, without
+    padding (Gale et al. 2022, MegaBlocks).
 
     `x[..., in_features]`, its rows sorted by group, and the extra input `splits[num_groups]`, the
     number of rows of each group, in any integer dtype and on the device of `x` → `[...,

@@ -8,7 +8,7 @@ __all__ = ["Identity"]
 
 
 class Identity(BasicOperation, kind="Identity"):
-    """Returns its input: the same memory, any shape and dtype."""
+    """Returns its input: `x[...]` → the same memory, any shape and dtype. It raises nothing."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -12,7 +12,8 @@ __all__ = ["L2Normalization"]
 
 
 class L2Normalization(BasicOperation, kind="L2Normalization"):
-    """`x * rsqrt(sum(x^2) + eps)` over the last dimension.
+    """`x * rsqrt(sum(x^2) + eps)` over the last dimension, as for queries and keys in Henry et al.
+    (2020).
 
     `x[..., h]` → the shape and dtype of `x`, computed in float32 (float64 for float64). It has no
     parameters. Raises ValueError if eps is negative or not finite.

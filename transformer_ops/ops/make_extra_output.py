@@ -12,7 +12,10 @@ __all__ = ["MakeExtraOutput"]
 
 
 class MakeExtraOutput(BasicOperation, kind="MakeExtraOutput"):
-    """Also returns its input as an extra output, in the same memory.
+    """Also returns its input as an extra output, in the same memory: the start of a residual
+    connection (He et al. 2015).
+
+    `x[...]` → the same tensor, and the extra output `[...]`, of any shape and dtype.
 
     Backward adds the gradients of both; a missing one is zero. `in_place=True` allows, but never
     requires, overwriting the extra gradient. Raises ValueError unless the flag is a bool.

@@ -14,7 +14,8 @@ __all__ = ["Quantize"]
 
 class Quantize(BasicOperation, kind="Quantize"):
     """Rounds its input to the format of the `autocast` recipe for inputs, and its output's gradient
-    to that for gradients; shape and dtype stay. Outside of `autocast` it passes both through.
+    to that for gradients; `x[...]` → `[...]`, of the input's dtype. Outside of `autocast` it passes
+    both through. docs/quantization.md says what each recipe computes.
 
     Args:
         forward: whether the input is rounded.

@@ -12,10 +12,11 @@ __all__ = ["Reshape"]
 
 
 class Reshape(BasicOperation, kind="Reshape"):
-    """`x.reshape(shape)`; backward restores the shape of the input.
+    """`x.reshape(shape)`, `x[...]` → `[*shape]`; backward restores the shape of the input.
 
     `shape`: ints >= 0, one of which may be -1 and follows from the input. Any dtype is allowed.
-    Raises ValueError for a shape that no tensor can have.
+    Raises ValueError for a shape that no tensor can have, and a call RuntimeError for one that
+    the input does not fill.
     """
 
     _checks: ClassVar[Mapping[str, Check]] = {"shape": check_shape}
