@@ -48,6 +48,11 @@ def assert_near(
     )
 
 
+def assert_equal(got: Any, want: Any) -> None:
+    """Checks that tensors, or lists of them, are the same numbers of the same dtype."""
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
 def as_tuple(result: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return result if isinstance(result, tuple) else (result,)
 

@@ -5,7 +5,7 @@ import functools
 
 import pytest
 import torch
-from helpers import as_tuple, leaf
+from helpers import as_tuple, assert_equal, leaf
 from op_cases import run_seeded
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
@@ -82,11 +82,6 @@ def run(call, x, parameters):
     wanted = [x, *(p for p in parameters if p.requires_grad)]
     grads = [torch.linspace(-1, 1, o.numel()).view(o.shape) for o in outputs]
     return [*outputs, *torch.autograd.grad(outputs, wanted, grads)]
-
-
-def assert_equal(found, wanted):
-    for a, b in zip(found, wanted, strict=True):
-        assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("name", MODULES)

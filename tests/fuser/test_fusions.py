@@ -4,7 +4,7 @@ import pytest
 import torch
 from checks import check_fusion, unfused
 from fusion_cases import CASES
-from helpers import as_tuple
+from helpers import as_tuple, assert_equal
 from user_fusions import SingleSquare, gradients
 
 import transformer_ops as tops
@@ -90,8 +90,7 @@ def test_shapes_and_layouts(case, shape):
         inputs = case.inputs(x)
         with unfused():
             want = gradients(module, *inputs)
-        for a, b in zip(gradients(module, *inputs), want, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(gradients(module, *inputs), want, rtol=1e-4, atol=1e-5)
 
 
 # The graph of an op of a rule differs from that of another by its constants alone.
@@ -108,8 +107,9 @@ def test_fullgraph(case):
     module = tops.Sequential(*case.make())
     inputs = case.inputs(torch.randn(4, 16))
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
-    for a, b in zip(gradients(compiled, *inputs), gradients(module, *inputs), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        gradients(compiled, *inputs), gradients(module, *inputs), rtol=1e-4, atol=1e-5
+    )
     with torch.no_grad():
         torch.testing.assert_close(seeded(compiled, *inputs), seeded(module, *inputs))
 
@@ -119,10 +119,12 @@ def test_fullgraph_with_an_input_that_needs_no_gradient(case):
     module = tops.Sequential(*case.make())
     inputs = case.inputs(torch.randn(4, 16))
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
-    for a, b in zip(
-        parameter_gradients(compiled, inputs), parameter_gradients(module, inputs), strict=True
-    ):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        parameter_gradients(compiled, inputs),
+        parameter_gradients(module, inputs),
+        rtol=1e-4,
+        atol=1e-5,
+    )
 
 
 @every_case
@@ -137,10 +139,8 @@ def test_the_text_of_the_plan_gives_the_same(case):
     want = torch.autograd.grad(outputs, leaves, given)
     run_plan = torch.ops.transformer_ops.run_plan
     again = seeded(run_plan, str(fuser.plan()), inputs[0], inputs[1:], parameters)
-    for a, b in zip(again, outputs, strict=True):
-        assert torch.equal(a, b)
-    for a, b in zip(torch.autograd.grad(again, leaves, given), want, strict=True):
-        assert torch.equal(a, b)
+    assert_equal(again, outputs)
+    assert_equal(torch.autograd.grad(again, leaves, given), want)
 
 
 @every_case
@@ -153,8 +153,7 @@ def test_frozen_parameters(case, frozen):
     inputs = case.inputs(torch.randn(4, 16))
     with unfused():
         want = gradients(module, *inputs)
-    for a, b in zip(gradients(module, *inputs), want, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(gradients(module, *inputs), want, rtol=1e-4, atol=1e-5)
 
 
 @every_case
@@ -163,8 +162,7 @@ def test_an_input_that_needs_no_gradient(case):
     inputs = case.inputs(torch.randn(4, 16))
     with unfused():
         want = parameter_gradients(module, inputs)
-    for a, b in zip(parameter_gradients(module, inputs), want, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(parameter_gradients(module, inputs), want, rtol=1e-4, atol=1e-5)
 
 
 @every_case

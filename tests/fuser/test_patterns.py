@@ -223,7 +223,6 @@ def frozen(layer: tops.Linear) -> tops.Linear:
     ids=["before", "around", "frozen"],
 )
 def test_a_joint_op_whose_first_ops_need_no_gradient(make: Any, compiled: bool) -> None:
-    torch._dynamo.reset()
     module, x = tops.Sequential(*make()), torch.randn(3, 6)
     module(x).sum().backward()
     expected = {name: p.grad for name, p in module.named_parameters()}
@@ -329,7 +328,6 @@ def test_order_and_prepend() -> None:
 
 
 def test_compiled_graphs_follow_the_registry() -> None:
-    torch._dynamo.reset()
     module = tops.Sequential(*mlp())
     x = torch.randn(3, 6)
     expected = module(x)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -85,12 +85,10 @@ CASES += [
 
 
 @pytest.fixture
-def no_collections() -> Iterator[None]:
+def no_collections() -> None:
     """The collector of Python looks at all objects that there are, ever more of them."""
     gc.collect()
     gc.disable()
-    yield
-    gc.enable()
 
 
 def first_call(make: Callable[[int], list[nn.Module]], recipe: str, length: int) -> float:

@@ -64,7 +64,6 @@ def test_a_guard_sees_the_attributes_of_python_ops(compiled: bool) -> None:
     def are_two(ops: list[Any]) -> str | None:
         return None if all(op.factor == 2 for op in ops) else "another factor"
 
-    torch._dynamo.reset()
     module = tops.Sequential(Times(2.0), Times(2.0))
     run = torch.compile(module, backend="aot_eager") if compiled else module
     x = torch.ones(3)
@@ -85,7 +84,6 @@ def test_what_a_fused_op_reads_of_a_native_op_is_that_of_the_call(compiled: bool
         ) -> None:
             basic_op_ctxs[0].save_for_backward(*tensors_to_save)
 
-    torch._dynamo.reset()
     module = tops.Sequential(Scaled(2.0))
     run = torch.compile(module, fullgraph=True, backend="aot_eager") if compiled else module
     x = torch.ones(3)

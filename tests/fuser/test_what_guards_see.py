@@ -92,7 +92,6 @@ GUARDS: list[tuple[Callable[[Any, bool], None], Callable[[list[Any]], Any]]] = [
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize(("edit", "reads"), GUARDS)
 def test_a_guard_is_asked_again(edit: Any, reads: Any, compiled: bool) -> None:
-    torch._dynamo.reset()
     module, seen = make(), []
 
     def guard(ops: list[Any]) -> str | None:
@@ -111,7 +110,6 @@ def test_a_guard_is_asked_again(edit: Any, reads: Any, compiled: bool) -> None:
 
 
 def test_train_and_eval_are_two_graphs() -> None:
-    torch._dynamo.reset()
     module, counter = make(), CompileCounterWithBackend("eager")
     compiled = torch.compile(module, backend=counter, fullgraph=True)
     with guarded(lambda ops: "in training" if ops[0].training else None):

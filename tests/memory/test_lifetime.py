@@ -89,11 +89,9 @@ def freed_at_once(module: nn.Module) -> Iterator[None]:
     parts |= {f"parameter {name}": weakref.ref(p) for name, p in module.named_parameters()}
     del module
     gc.disable()
-    try:
-        yield
-        assert not [name for name, part in parts.items() if part() is not None]
-    finally:
-        gc.enable()
+    yield
+    assert not [name for name, part in parts.items() if part() is not None]
+    gc.enable()
 
 
 @pytest.mark.parametrize("case", CASES, ids=NAMES)
@@ -162,14 +160,11 @@ def test_containers_of_parts_keep_the_owner_alive():
     for container in made:
         torch.testing.assert_close(container(x), expected)
     gc.disable()
-    try:
-        del container
-        while made:
-            assert owner() is not None
-            made.pop()
-        assert owner() is None
-    finally:
-        gc.enable()
+    del container
+    while made:
+        assert owner() is not None
+        made.pop()
+    assert owner() is None
 
 
 def test_an_operation_fuser_is_freed():

@@ -11,7 +11,7 @@ import pytest
 import torch
 from fusion_cases import CASES as FUSIONS
 from fusion_cases import Case
-from helpers import as_tuple
+from helpers import as_tuple, assert_equal
 from op_cases import CASES as OPS
 from op_cases import OpCase, run_seeded
 from plan_calls import called
@@ -263,11 +263,6 @@ def test_every_mask(name: str) -> None:
             found = overload(name)(*narrowed)
             for k in some:
                 assert_equal(found[k], whole[k])
-
-
-def assert_equal(got: Tensor | list[Tensor], want: Tensor | list[Tensor]) -> None:
-    both = ([t] if isinstance(t, Tensor) else t for t in (got, want))
-    assert all(torch.equal(a, b) for a, b in zip(*both, strict=True))
 
 
 # By fused op, what each gradient costs alone: of the products of all, the halves.

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from helpers import explained
+from helpers import assert_equal, explained
 from test_fusions import saved_bytes
 from test_recompute import PIPELINES, kept_bytes, llama, mlp, one_call, recomputed
 from torch import nn
@@ -103,8 +103,7 @@ def products(module):
 def test_the_gradients_are_those_of_what_is_saved(name, dtype):
     module, cheap, extra = pair(name, dtype)
     x = torch.randn(2, 6, 32).to(dtype)
-    for a, b in zip(results(module, x, extra), results(cheap, x, extra), strict=True):
-        assert torch.equal(a, b)
+    assert_equal(results(module, x, extra), results(cheap, x, extra))
     assert products(module) == CASES[name][2]
     assert products(cheap) == []
 
@@ -142,8 +141,7 @@ def test_one_call_recomputes_a_product_with_its_bias(name, dtype, autocast):
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         found, want = gradients(module, x), gradients(cheap, x)
         calls = recomputed(module.plans()[0])
-    for a, b in zip(found, want, strict=True):
-        assert torch.equal(a, b)
+    assert_equal(found, want)
     assert sum("linear" in call for call in calls) == 1
     assert "recompute_bias" not in calls and "recompute_constant_scale" not in calls
 
@@ -153,8 +151,7 @@ def test_fullgraph(name):
     module, _, extra = pair(name)
     x = torch.randn(2, 6, 32)
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
-    for a, b in zip(results(compiled, x, extra), results(module, x, extra), strict=True):
-        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(results(compiled, x, extra), results(module, x, extra))
 
 
 @pytest.mark.parametrize("name", ["mlp", "packed with bias"])
@@ -238,8 +235,7 @@ def test_weights_of_different_dtypes():
     cheap = copy.deepcopy(module)
     cheap.recompute = "cheap"
     x = torch.randn(6, 32)
-    for a, b in zip(gradients(module, x), gradients(cheap, x), strict=True):
-        assert torch.equal(a, b)
+    assert_equal(gradients(module, x), gradients(cheap, x))
     assert products(module) == ["recompute_packed_linear"]
 
 
@@ -251,8 +247,7 @@ def test_products_of_a_recipe_are_saved():
         found, want = gradients(module, x), gradients(cheap, x)
         assert products(module) == []
         assert recomputed(module.plans()[0]) == recomputed(cheap.plans()[0])
-    for a, b in zip(found, want, strict=True):
-        assert torch.equal(a, b)
+    assert_equal(found, want)
 
 
 def test_saved_in_8_bits():
@@ -273,8 +268,7 @@ def test_every_pipeline(name):
     other = copy.deepcopy(module)
     other.recompute = "products"
     x = torch.randn(7, 3, 16)
-    for a, b in zip(gradients(other, x), gradients(module, x), strict=True):
-        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(gradients(other, x), gradients(module, x))
     x.requires_grad_()
     assert saved_bytes(other, x) <= saved_bytes(module, x)
 

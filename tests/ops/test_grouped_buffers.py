@@ -51,8 +51,7 @@ def test_both_buffers(given: dict[str, Any], dtype: torch.dtype) -> None:
         grads = torch.autograd.grad(got, leaves, grad)
         assert got.data_ptr() == mine["output"].data_ptr()
         assert grads[0].data_ptr() == mine["grad_input"].data_ptr()
-        for a, b in zip((got, *grads), (want, *want_grads), strict=True):
-            torch.testing.assert_close(a, b, rtol=0, atol=0)
+        torch.testing.assert_close((got, *grads), (want, *want_grads), rtol=0, atol=0)
     assert not mine["output"].requires_grad
 
 
@@ -98,8 +97,7 @@ def test_a_layer_of_experts() -> None:
     for call in (layer, compiled, layer):
         mine = buffers()
         got = results(call, op_kwargs={layer[1]: mine})
-        for a, b in zip(got, want, strict=True):
-            torch.testing.assert_close(a, b)
+        torch.testing.assert_close(got, want)
         assert not (mine["output"] == 7).any() and not (mine["grad_input"] == 7).any()
     with pytest.raises(torch._dynamo.exc.Unsupported, match="outside of compiled code"):
         torch.compile(layer, backend="aot_eager", fullgraph=True)(
@@ -108,8 +106,7 @@ def test_a_layer_of_experts() -> None:
     # An edit between two calls.
     layer[0] = tops.ReLU()
     got, want = results(layer, op_kwargs={1: buffers()}), results(layer)
-    for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(got, want)
 
 
 def test_what_was_saved_of_a_buffer_that_is_written_again() -> None:

@@ -8,7 +8,15 @@ import pickle
 import pytest
 import torch
 from checks import check_op
-from helpers import as_tuple, differentiable, every_dtype, floating, storage_bytes, strided
+from helpers import (
+    as_tuple,
+    assert_equal,
+    differentiable,
+    every_dtype,
+    floating,
+    storage_bytes,
+    strided,
+)
 from op_cases import CASES, NAMES, run_seeded
 
 import transformer_ops as tops
@@ -135,8 +143,7 @@ def test_second_backward(case):
     grads = [torch.randn(output.shape) for output in outputs]
     first = torch.autograd.grad(outputs, sources, grads, retain_graph=True)
     second = torch.autograd.grad(outputs, sources, grads)
-    for a, b in zip(first, second, strict=True):
-        assert torch.equal(a, b)
+    assert_equal(first, second)
     # An output that is its input, as nn.Identity gives it, has no node to use up.
     if outputs[0] is not inputs[0] and outputs[0].grad_fn.name() != "ViewBackward0":
         saves = case.saved(16, 4) > 0
@@ -197,12 +204,10 @@ def test_copies_give_the_same(case):
     twins += [torch.load(buffer, weights_only=False), copy.copy(op)]
     for twin in twins:
         assert [type(t) for t in twin.basic_ops] == [type(t) for t in op.basic_ops]
-        for a, b in zip(want, as_tuple(run_seeded(twin, *inputs)), strict=True):
-            assert torch.equal(a, b)
+        assert_equal(want, as_tuple(run_seeded(twin, *inputs)))
     other = case.build()
     other.load_state_dict(op.state_dict())
-    for a, b in zip(want, as_tuple(run_seeded(other, *inputs)), strict=True):
-        assert torch.equal(a, b)
+    assert_equal(want, as_tuple(run_seeded(other, *inputs)))
 
 
 @every_case

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import storage_bytes
+from helpers import assert_equal, storage_bytes
 from test_partial_backward import calls
 from torch import Tensor, nn
 
@@ -72,8 +72,7 @@ def test_as_one_weight(dtype: torch.dtype, adjacent: bool, bias: bool, onednn: b
     if bias:
         found.append(torch.cat(tensors(packed, "bias", "grad")))
         expected.append(whole.bias.grad)
-    for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, b, **TOLERANCE[dtype])
+    torch.testing.assert_close(found, expected, **TOLERANCE[dtype])
 
 
 # Above the least work of oneDNN, which takes no columns of a larger matrix, and of a copy's rows.
@@ -207,8 +206,7 @@ def test_main_grad(dtype: torch.dtype, main: torch.dtype, adjacent: bool, overwr
         **TOLERANCE[torch.bfloat16 if torch.bfloat16 in (dtype, main) else dtype],
     )
     assert torch.equal(of_packed.grad, of_plain.grad)
-    for a, b in zip(tensors(packed, "bias", "grad"), tensors(plain, "bias", "grad"), strict=True):
-        assert torch.equal(a, b)
+    assert_equal(tensors(packed, "bias", "grad"), tensors(plain, "bias", "grad"))
 
 
 def test_one_parameter_as_two_weights() -> None:

@@ -38,13 +38,6 @@ NEAR: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _same_threads_afterwards():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
 def step(module: nn.Module, dtype: torch.dtype, threads: int) -> list[Tensor]:
     """Output and gradients."""
     torch.set_num_threads(threads)
@@ -75,7 +68,6 @@ def test_products_are_right_on_any_number_of_threads(name: str) -> None:
 @pytest.mark.parametrize("active", [2, 64])
 def test_experts_are_right_on_any_number_of_threads(active: int) -> None:
     """Few groups run one after the other, many side by side."""
-    torch.manual_seed(0)
     module = tops.GroupedLinear(64, 64, 64).double()
     splits = torch.zeros(64, dtype=torch.int64)
     splits[:active] = 512 // active

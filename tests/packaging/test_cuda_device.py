@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from fusion_cases import CASES, Case
-from helpers import as_tuple, assert_near, leaf, off_the_grid
+from helpers import as_tuple, assert_equal, assert_near, leaf, off_the_grid
 from op_cases import SEED, run_seeded
 from op_references import attention
 from torch import Tensor, nn
@@ -96,8 +96,7 @@ def test_all_kernels_are_on_the_current_stream(case: Case) -> None:
                 a.copy_(b)
         got = run_seeded(step_of(module, *early))
     torch.cuda.synchronize()
-    for a, b in zip(got, want, strict=True):
-        assert torch.equal(a, b)
+    assert_equal(got, want)
 
 
 def test_streams_side_by_side() -> None:
@@ -116,8 +115,7 @@ def test_streams_side_by_side() -> None:
     torch.cuda.synchronize()
     for found, right in zip(got, want, strict=True):
         for tensors in found:
-            for a, b in zip(tensors, right, strict=True):
-                assert torch.equal(a, b)
+            assert_equal(tensors, right)
 
 
 def allocated_bytes() -> int:
@@ -189,8 +187,7 @@ def test_out_of_memory_in_the_middle_of_a_step(where: str) -> None:
             step()
         assert reached == where
         assert allocated_bytes() == allocated  # the traceback held the graph
-        for a, b in zip(small(), want, strict=True):
-            assert torch.equal(a, b)
+        assert_equal(small(), want)
     step()
     assert reached == "backward"
 
@@ -264,9 +261,7 @@ def two_seeded(step: Callable[[], list[Tensor]]) -> list[list[Tensor]]:
 def assert_the_same_draws(got: list[list[Tensor]], want: list[list[Tensor]]) -> None:
     """Both steps are right, and drop different elements."""
     assert not torch.equal(want[0][0], want[1][0])
-    for found, right in zip(got, want, strict=True):
-        for a, b in zip(found, right, strict=True):
-            torch.testing.assert_close(a, b)
+    torch.testing.assert_close(got, want)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -310,8 +305,7 @@ def test_every_fusion_is_captured(case: Case) -> None:
     with torch.cuda.graph(graph):
         results = step()
     run_seeded(graph.replay)
-    for a, b in zip(results, want, strict=True):
-        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(results, want)
 
 
 # ---- devices

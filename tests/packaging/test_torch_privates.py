@@ -116,17 +116,14 @@ def test_a_module_loads_by_this_signature() -> None:
 
 def test_a_dtensor_keeps_its_local_tensor() -> None:
     dist.init_process_group("fake", rank=0, world_size=2)
-    try:
-        mesh = init_device_mesh("cpu", (2,))
-        local = torch.randn(2, 3)
-        parameter = nn.Parameter(DTensor.from_local(local, mesh, [Shard(0)]))
-        with torch.no_grad():
-            kept = parameter._local_tensor  # type: ignore[attr-defined]
-            assert type(kept) is Tensor
-            assert torch.equal(kept, local)
-            assert kept.data_ptr() == parameter.to_local().data_ptr()  # type: ignore[attr-defined]
-    finally:
-        dist.destroy_process_group()
+    mesh = init_device_mesh("cpu", (2,))
+    local = torch.randn(2, 3)
+    parameter = nn.Parameter(DTensor.from_local(local, mesh, [Shard(0)]))
+    with torch.no_grad():
+        kept = parameter._local_tensor  # type: ignore[attr-defined]
+        assert type(kept) is Tensor
+        assert torch.equal(kept, local)
+        assert kept.data_ptr() == parameter.to_local().data_ptr()  # type: ignore[attr-defined]
 
 
 def test_hooks_behind_accumulation_have_an_order() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -26,10 +24,9 @@ from transformer_ops.parallel import (
 
 
 @pytest.fixture
-def mesh() -> Iterator[DeviceMesh]:
+def mesh() -> DeviceMesh:
     dist.init_process_group("fake", rank=0, world_size=2)
-    yield init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    dist.destroy_process_group()
+    return init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
 
 
 def split(module: nn.Module, mesh: DeviceMesh, plan) -> nn.Module:

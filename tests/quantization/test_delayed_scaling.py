@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import explained
+from helpers import assert_equal, explained
 from test_fusions import saved_bytes
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -296,8 +296,7 @@ def test_activation_checkpointing(enters_between: bool) -> None:
         with tops.autocast(recipe=SHORT):
             module((x / 100).detach())
             plain((x / 100).detach())
-    for a, b in zip(torch.autograd.grad(y, list(module.parameters()), grad), want, strict=True):
-        assert torch.equal(a, b)
+    assert_equal(torch.autograd.grad(y, list(module.parameters()), grad), want)
     # Nothing was recorded twice. (Only one of the backwards came before the region in between.)
     for name in ("fp8_amax", "fp8_scale", "fp8_amax_history"):
         found, meant = getattr(module[0], name), getattr(plain[0], name)
@@ -314,8 +313,7 @@ def test_fullgraph(backend: str) -> None:
     counter = CompileCounterWithBackend(backend)
     compiled = torch.compile(module, fullgraph=True, backend=counter)
     for k in range(3):
-        for a, b in zip(step(compiled, k), step(other, k), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-7)
+        torch.testing.assert_close(step(compiled, k), step(other, k), rtol=1e-4, atol=1e-7)
         update()
         torch.testing.assert_close(scales(module), scales(other), rtol=1e-5, atol=0)
     assert counter.frame_count == 1
@@ -347,8 +345,9 @@ def microbatches(run: Any, module: Any) -> list[Tensor]:
 def test_forwards_before_their_backwards_in_compiled_code(backend: str) -> None:
     module, other = linear(), linear()
     compiled = torch.compile(module, fullgraph=True, backend=backend)
-    for a, b in zip(microbatches(compiled, module), microbatches(other, other), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-9)
+    torch.testing.assert_close(
+        microbatches(compiled, module), microbatches(other, other), rtol=1e-5, atol=1e-9
+    )
 
 
 def test_one_graph_with_two_calls_of_a_module() -> None:
@@ -452,8 +451,7 @@ def test_a_state_dict_resumes_bit_for_bit() -> None:
     resumed = linear()
     resumed.load_state_dict(state, strict=True)
     for k in range(2, 4):
-        for a, b in zip(step(module, k), step(resumed, k), strict=True):
-            assert torch.equal(a, b)
+        assert_equal(step(module, k), step(resumed, k))
     assert torch.equal(scales(module), scales(resumed))
     resumed[0].load_state_dict(nn.Linear(72, 50, bias=False).state_dict(), strict=True)
     assert torch.equal(scales(module), scales(resumed))

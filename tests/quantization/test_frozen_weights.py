@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers import assert_equal
 from plan_calls import called
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -87,12 +88,6 @@ def state(module: nn.Module) -> list[Tensor]:
     gradients = [p.grad for p in module.parameters() if p.grad is not None]
     states = [value for name, value in module.state_dict().items() if "fp8_" in name]
     return [tensor.clone() for tensor in (*gradients, *states)]
-
-
-def assert_equal(got: list[Tensor], wanted: list[Tensor]) -> None:
-    assert len(got) == len(wanted)
-    for a, b in zip(got, wanted, strict=True):
-        assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=named)

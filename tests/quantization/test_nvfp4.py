@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import explained
+from helpers import assert_equal, explained
 from plan_calls import plan_op
 from torch import Tensor
 
@@ -30,7 +30,6 @@ def turned(rows: Tensor) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [0, 7, 16, 40])
 def test_the_transform(rows: int, dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
     x, grad = torch.randn(rows, 24).to(dtype), torch.randn(rows, 8).to(dtype)
     found = ops.hadamard_columns(grad, x)
     wide = torch.float64 if dtype is torch.float64 else torch.float32
@@ -49,7 +48,6 @@ def test_rows_are_the_leading_dimensions() -> None:
 
 @pytest.mark.parametrize("format", ["nvfp4", "nvfp4 16x1", "mx e4m3", "e5m2"])
 def test_rounding_at_random_keeps_the_mean(format: str) -> None:
-    torch.manual_seed(0)
     x = torch.randn(32, 64)
     nearest = ops.quantize_dequantize(x, format, "float32")
     draws = torch.stack(
@@ -90,28 +88,21 @@ def test_the_generator_of_torch_repeats_it() -> None:
 def test_threads_do_not_change_it(format: str) -> None:
     x, splits = torch.randn(500, 300), torch.tensor([100, 0, 100, 300])
     x[100:200] = x[:100]
-    threads, found = torch.get_num_threads(), []
-    try:
-        for count in (1, 2, 3):
-            torch.set_num_threads(count)
-            torch.manual_seed(0)
-            one = ops.quantize_dequantize_stochastic(x, format, "float32")
-            (groups,) = plan_op("quantize_dequantize_groups_stochastic")(
-                [x], splits, format, "float32"
-            )
-            found.append((one, groups, ops.hadamard_columns(x, x)))
-    finally:
-        torch.set_num_threads(threads)
+    found = []
+    for count in (1, 2, 3):
+        torch.set_num_threads(count)
+        torch.manual_seed(0)
+        one = ops.quantize_dequantize_stochastic(x, format, "float32")
+        (groups,) = plan_op("quantize_dequantize_groups_stochastic")([x], splits, format, "float32")
+        found.append((one, groups, ops.hadamard_columns(x, x)))
     for other in found[1:]:
-        for a, b in zip(found[0], other, strict=True):
-            assert torch.equal(a, b)
+        assert_equal(found[0], other)
     # Groups draw numbers of their own.
     assert not torch.equal(found[0][1][:100], found[0][1][100:200])
 
 
 @pytest.mark.parametrize("format", ["nvfp4", "mx e4m3", "e5m2"])
 def test_what_is_too_large_becomes_the_largest(format: str) -> None:
-    torch.manual_seed(0)
     x = torch.rand(64, 64) * 2 - 1
     x[:, 0], x[:, 1] = torch.inf, -torch.inf
     nearest = ops.quantize_dequantize(x, format, "float32")
@@ -129,7 +120,6 @@ def gradients(model: tops.Sequential, x: Tensor, grad: Tensor) -> tuple[Tensor, 
 
 
 def test_the_weight_s_gradient_is_that_of_turned_operands() -> None:
-    torch.manual_seed(0)
     model = tops.Sequential(tops.BasicLinear(32, 48))
     x, grad = torch.randn(40, 32), torch.randn(40, 48)
     recipe = recipes.NVFP4BlockScaling(disable_stochastic_rounding=True)
@@ -151,7 +141,6 @@ def test_the_weight_s_gradient_is_that_of_turned_operands() -> None:
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
 def test_the_whole_recipe(backend: str) -> None:
-    torch.manual_seed(0)
     model = tops.Sequential(tops.Linear(32, 64), tops.GELU(), tops.Linear(64, 32))
     x, grad = torch.randn(40, 32), torch.randn(40, 32)
     recipe = recipes.NVFP4BlockScaling()

@@ -135,12 +135,9 @@ def test_one_weight_at_a_time() -> None:
         return quantize(tensor, format)
 
     gc.disable()
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(QuantizedTensor, "quantize", counted)
-            quantize_(model, "e4m3")
-    finally:
-        gc.enable()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(QuantizedTensor, "quantize", counted)
+        quantize_(model, "e4m3")
     assert living == [4, 3, 2, 1] and not any(weight() for weight in old)
 
 

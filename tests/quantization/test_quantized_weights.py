@@ -262,7 +262,6 @@ def test_writing_encodes_again():
 
 @pytest.mark.parametrize("foreach", [False, None])
 def test_an_optimizer_steps_in_place(foreach):
-    torch.manual_seed(0)
     model = block("gelu")
     hold(model, "mx e4m3")
     weight, codes = model[0].weight, model[0].weight.codes
@@ -333,7 +332,6 @@ def test_the_recipe_around_is_the_one_for_weights():
 
 
 def test_initial_values_are_kept_on_request():
-    torch.manual_seed(0)
     plain = tops.Linear(32, 32)
     torch.manual_seed(0)
     with tops.quantized_model_init(preserve_high_precision_init_val=True):
@@ -436,7 +434,6 @@ def test_parts_that_do_not_fit():
 @pytest.mark.parametrize("format", ["mx e4m3", "int8 1x32", "e4m3 pow2"])
 @pytest.mark.parametrize("single", [True, False])
 def test_experts_with_quantized_weights(format, single):
-    torch.manual_seed(0)
     with tops.quantized_model_init(recipe=CustomRecipe(lambda role: format)):
         model = tops.Sequential(tops.GroupedLinear(3, 64, 32, single_grouped_weight=single))
     plain = copy.deepcopy(model)

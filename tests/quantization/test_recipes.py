@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import assert_near
+from helpers import assert_equal, assert_near
 from op_cases import CASES, OpCase
 from recipe_cases import (
     EVERY_RECIPE,
@@ -224,8 +224,7 @@ def test_evaluation_and_frozen_tensors() -> None:
             assert torch.equal(module(x), want[0])
         # Without the gradient of the input, and of the weight.
         found = torch.autograd.grad(module(x), list(module.parameters()), grad)
-        for a, b in zip(found, want[2:], strict=True):
-            assert torch.equal(a, b)
+        assert_equal(found, want[2:])
         module.requires_grad_(False)
         x.requires_grad_()
         assert torch.equal(torch.autograd.grad(module(x), x, grad)[0], want[1])
@@ -250,8 +249,7 @@ def test_activation_checkpointing() -> None:
     with tops.autocast():
         want = torch.autograd.grad(module(x), list(module.parameters()), grad)
         y = checkpoint(module, x, use_reentrant=False, context_fn=checkpoint_contexts)
-    for a, b in zip(torch.autograd.grad(y, list(module.parameters()), grad), want, strict=True):
-        assert torch.equal(a, b)
+    assert_equal(torch.autograd.grad(y, list(module.parameters()), grad), want)
 
 
 # ---- memory
@@ -348,8 +346,7 @@ def test_a_custom_recipe() -> None:
     torch.testing.assert_close(got[0], module[2:](hidden))
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
     with tops.autocast(recipe=recipe):
-        for a, b in zip(got, outputs_and_gradients(compiled, x, parameters, grad), strict=True):
-            torch.testing.assert_close(a, b)
+        torch.testing.assert_close(got, outputs_and_gradients(compiled, x, parameters, grad))
         text = str(module.explain())
     assert "op 1 input mx e4m3, weight mx e4m3, output gradient exact" in text
     for answer, message in ((3, "must return the name of a format"), ("fp8", "format must be one")):

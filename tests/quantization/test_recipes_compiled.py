@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import as_tuple
+from helpers import as_tuple, assert_equal
 from op_cases import CASES, OpCase, run_seeded
 from recipe_cases import (
     EVERY_RECIPE,
@@ -106,8 +106,7 @@ def test_fullgraph(name: str, backend: str) -> None:
     with tops.autocast(recipe=RECIPES[name]):
         got = outputs_and_gradients(compiled, x, parameters, grad)
         want = outputs_and_gradients(module, x, parameters, grad)
-    for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(got, want)
 
 
 def test_one_compilation_a_recipe() -> None:
@@ -135,8 +134,7 @@ def test_a_region_within_a_graph() -> None:
         return first, second, module(x)
 
     got = torch.compile(run, fullgraph=True, backend="aot_eager")(x)
-    for a, b in zip(got, run(x), strict=True):
-        assert torch.equal(a, b)
+    assert_equal(got, run(x))
     assert current_recipe() is None
 
 
@@ -183,8 +181,7 @@ def test_export_with_saved_formats(name: str, saved: str) -> None:
         program = export(module, (x,))
     assert f"\nsaved {saved}\n" in str(program.graph)
     run = program.module()
-    for a, b in zip(gradients_of(run, run, [x]), want, strict=True):
-        assert torch.equal(a, b)
+    assert_equal(gradients_of(run, run, [x]), want)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -280,5 +277,4 @@ def test_every_op_packaged(names: list[str], tmp_path: Path) -> None:
         )
         package = torch._inductor.aoti_load_package(path)
         for run in (program.module(), package):
-            for a, b in zip(run(*given), want, strict=True):
-                assert torch.equal(a, b)
+            assert_equal(run(*given), want)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import assert_equal
 from plan_calls import plan_op
 from test_fusions import saved_bytes
 from test_main_grad import Calls
@@ -131,14 +132,12 @@ def test_a_block_keeps_little_more_than_half() -> None:
 @pytest.mark.parametrize("backend", ["aot_eager", "aot_eager_decomp_partition", "inductor"])
 @every_format
 def test_a_compiled_module_keeps_no_more(saved: str, backend: str) -> None:
-    torch._dynamo.reset()
     module = module_of(lambda: llama(64, 128), saved=saved, saved_inputs=True)
     run = torch.compile(module, fullgraph=True, backend=backend)
     x = torch.randn(16, 64, requires_grad=True)
     run(x).sum().backward()
     assert saved_bytes(run, x) <= saved_bytes(module, x)
-    for a, b in zip(gradients(run, x.detach()), gradients(module, x.detach()), strict=True):
-        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(gradients(run, x.detach()), gradients(module, x.detach()))
 
 
 def test_nothing_is_encoded_without_gradients() -> None:
@@ -153,12 +152,10 @@ def test_nothing_is_encoded_without_gradients() -> None:
 
 @every_pipeline
 def test_fullgraph(name: str) -> None:
-    torch._dynamo.reset()
     module = module_of(PIPELINES[name], saved="fp8", saved_inputs=True)
     x = torch.randn(4, 16)
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
-    for a, b in zip(gradients(compiled, x), gradients(module, x), strict=True):
-        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(gradients(compiled, x), gradients(module, x))
 
 
 def test_activation_checkpointing() -> None:
@@ -167,8 +164,7 @@ def test_activation_checkpointing() -> None:
     parameters = list(module.parameters())
     expected = torch.autograd.grad(module(x).sum(), [x, *parameters])
     found = torch.utils.checkpoint.checkpoint(module, x, use_reentrant=False)
-    for a, b in zip(torch.autograd.grad(found.sum(), [x, *parameters]), expected, strict=True):
-        assert torch.equal(a, b)
+    assert_equal(torch.autograd.grad(found.sum(), [x, *parameters]), expected)
 
 
 def test_autocast() -> None:
@@ -248,8 +244,7 @@ def test_a_fused_backward_in_python_reads_the_tensor() -> None:
     with tops.register_backward_fusion(SiluBackward, pattern=[tops.SiLU]):
         got = gradients(module, x)
         assert module.plans()[0].backward[-2].name == "SiluBackward"
-    for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
 # ---- the switch
@@ -274,14 +269,12 @@ def test_setting_it_plans_again_and_travels() -> None:
 
 
 def test_compiled_graphs_see_a_change() -> None:
-    torch._dynamo.reset()
     module = module_of(lambda: [tops.ConstantScale(1.5), tops.SiLU()], recompute="none")
     run = torch.compile(module, fullgraph=True, backend="aot_eager")
     x = torch.randn(4, 16)
     run(x)
     module.saved = "int8"
-    for a, b in zip(gradients(run, x), gradients(module, x), strict=True):
-        assert torch.equal(a, b)
+    assert_equal(gradients(run, x), gradients(module, x))
 
 
 @pytest.mark.parametrize(
@@ -368,8 +361,7 @@ def test_in_a_block() -> None:
     assert saved_bytes(module, x) == rows * (2 * hidden + hidden) + 4
     assert "2.input 64.25 (e4m3)" in str(module.explain())
     run = torch.compile(module, fullgraph=True, backend="aot_eager")
-    for a, b in zip(gradients(run, x.detach()), gradients(module, x.detach()), strict=True):
-        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(gradients(run, x.detach()), gradients(module, x.detach()))
     module[1].cache_quantized_input = False
     assert saved_bytes(module, x) == rows * 4 * hidden
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from checkpointing import WAYS, Run, plain, within
+from helpers import assert_equal
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
@@ -91,12 +92,6 @@ def train(
 @functools.cache
 def wanted(name: str, is_inside: bool) -> list[Tensor]:
     return train(Model(), RECIPES[name], range(STEPS), is_inside=is_inside)
-
-
-def assert_equal(found: list[Tensor], want: list[Tensor]) -> None:
-    assert len(found) == len(want)
-    for a, b in zip(found, want, strict=True):
-        assert torch.equal(a, b)
 
 
 every_recipe = pytest.mark.parametrize("name", RECIPES)
