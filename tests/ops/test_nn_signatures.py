@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import transformer_ops as tops
+from transformer_ops import ops
 
 # (name of the class, positional arguments, keyword arguments) of torch.nn and here.
 CALLS: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
@@ -80,3 +81,10 @@ def test_in_place_would_overwrite_what_others_read(name: str) -> None:
     assert torch.equal(x, want)
     with pytest.raises(ValueError, match=rf"\[{name}\] inplace must be a bool, got 1"):
         MAKERS[name](inplace=1)
+
+
+@pytest.mark.parametrize("name", [n for n in ops.__all__ if isinstance(getattr(ops, n), type)])
+def test_a_docstring_gives_shapes_and_errors(name: str) -> None:
+    text = getattr(ops, name).__doc__ or ""
+    assert "→" in text or "Shapes" in text
+    assert "rais" in text.lower() or "rrors" in text
