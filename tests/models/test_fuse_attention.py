@@ -141,7 +141,7 @@ def test_calls_of_other_decoders(model: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["no cache", "a new cache", "padding", "a filled cache"])
-@pytest.mark.parametrize("model", ["XGLM", "GPTJ", "Falcon"])
+@pytest.mark.parametrize("model", ["XGLM", "TrOCR", "Mvp", "GPTJ", "Falcon"])
 def test_calls_of_attention_in_other_forms(model: str, name: str) -> None:
     # XGLM's own statements halve gradients in rows that padding leaves nothing to read.
     runs_ops = name != "a filled cache" and (model, name) != ("XGLM", "padding")
