@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from test_fuse_transformers import TOKENS, assert_same, make
+from test_fuse_transformers import TOKENS, assert_same, lora, make
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.experimental import context_parallel
@@ -141,11 +141,28 @@ def test_calls_of_other_decoders(model: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["no cache", "a new cache", "padding", "a filled cache"])
-@pytest.mark.parametrize("model", ["XGLM", "TrOCR", "Mvp", "GPTJ", "Falcon"])
+@pytest.mark.parametrize("model", ["XGLM", "TrOCR", "Mvp", "GPTJ", "CodeGen", "Falcon"])
 def test_calls_of_attention_in_other_forms(model: str, name: str) -> None:
     # XGLM's own statements halve gradients in rows that padding leaves nothing to read.
     runs_ops = name != "a filled cache" and (model, name) != ("XGLM", "padding")
     check_calls(model, name, "before", runs_ops)
+
+
+def test_a_product_with_rows_in_another_order() -> None:
+    """Ops read parts of its weight where the weight is now; with adapters, statements run."""
+    plain, model = make("CodeGen"), make("CodeGen")
+    tops.fuse(model)
+    assert_same(plain, model)
+    for one in (plain, model):
+        for parameter in one.parameters():
+            parameter.data = parameter.data.double() * 1.1
+    assert_same(plain, model)
+    block: Any = model.transformer.h[0]
+    assert "PackedLinear" in str(block.fused.explain())
+    plain, model = lora(make("CodeGen"), ["qkv_proj"]), lora(make("CodeGen"), ["qkv_proj"])
+    report = tops.fuse(model)
+    assert_same(plain, model)
+    assert "attention" not in {row.rule for row in report.fused}
 
 
 def test_scores_by_hand_with_dropout() -> None:

@@ -96,6 +96,11 @@ NOT_READ: dict[str, dict[str, str]] = {
         "rotation": "q, k = rotated(q, k, cos, sin), rotated(k, q, cos, sin)"
     },
     "rotated twice": {"rotation": PARTS["rotation"] + "\n" + PARTS["rotation"]},
+    "halves swapped around the rotation": {
+        "rotation": "q, k = apply_rotary_pos_emb(torch.cat([q[..., 4:], q[..., :4]], -1), "
+        "torch.cat([k[..., 4:], k[..., :4]], -1), cos, sin)\n"
+        "q, k = torch.cat([q[..., 4:], q[..., :4]], -1), torch.cat([k[..., 4:], k[..., :4]], -1)",
+    },
     "only queries rotated": {"rotation": "q, _ = apply_rotary_pos_emb(q, k, cos, sin)"},
     "tables in part": {
         "rotation": "a, b = apply_rotary_pos_emb(q[..., :4], k[..., :4], cos[..., :4], "

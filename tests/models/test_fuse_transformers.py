@@ -102,7 +102,7 @@ BERT = {"attention": 2, "feed-forward, sum and norm": 2}
 # Layers with norms behind the sums. In calls with an encoder's output, their half with attention
 # to it reads the residual, too.
 CROSS = {"layer": 2, "sum and norm": 2}
-LEFT = dict.fromkeys(("TrOCR", "Mvp"), {"residual and norm"})
+LEFT = {name: {"residual and norm"} for name in ("TrOCR", "Mvp")}
 # model -> (how it is made, how many parts each rule fuses)
 MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, int]]] = {
     "Llama": (causal("Llama"), LLAMA),
@@ -167,6 +167,11 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, int]]] = {
     ),
     # Sines come before cosines, with a number for each pair.
     "GPTJ": (small("GPTJForCausalLM", "GPTJConfig", **GPT2, rotary_dim=4), PARALLEL_HALVES),
+    # Queries, values and keys of some heads, and then of others.
+    "CodeGen": (
+        small("CodeGenForCausalLM", "CodeGenConfig", **GPT2, rotary_dim=4),
+        PARALLEL_HALVES,
+    ),
     # Scores by hand.
     "XGLM": (small("XGLMForCausalLM", "XGLMConfig", **XGLM), {"layer": 2}),
     "TrOCR": (small("TrOCRForCausalLM", "TrOCRConfig", **TROCR), CROSS),

@@ -39,6 +39,7 @@ from .attention_ops import (
     BorrowedRoPE,
     JoinedBias,
     NoKeyBias,
+    ReorderedLinear,
 )
 from .attention_reading import Reading, part_behind, product, reach, read_attention
 from .attention_statements import CACHES, MASK, TABLES
@@ -135,6 +136,11 @@ class TransformersAttention(AttentionCall):
 
     def _products(self, module: Any) -> FusibleOperation:
         layers = [reach(module, path) for path in self.reading.products]
+        if self.reading.parts:
+            found = [linear(layers[0])]
+            if found != layers or type(found[0].weight) is not nn.Parameter:
+                raise FuseSkip("its product has rows in another order, and adapters or codes")
+            return ReorderedLinear(found[0], self.reading.parts)
         if len(layers) == 1:
             return product(layers[0])
         found = list(map(linear, layers))

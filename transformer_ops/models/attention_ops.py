@@ -26,6 +26,7 @@ __all__ = [
     "BorrowedRoPE",
     "JoinedBias",
     "NoKeyBias",
+    "ReorderedLinear",
     "attention_in",
     "chosen",
 ]
@@ -218,6 +219,47 @@ class NoKeyBias(BorrowedPackedLinear):
     def key_bias(self) -> Tensor:
         weight = self._weights()[1]
         return weight.new_zeros(weight.shape[0])
+
+
+class ReorderedLinear(BorrowedPackedLinear):
+    """A product whose rows are in another order: parts of its weight, each from a first row on, and
+    with so many rows."""
+
+    _decoded = ()  # type: ignore[assignment]
+
+    def __init__(self, owner: nn.Linear, parts: Sequence[tuple[int, int]]) -> None:
+        super().__init__(owner)
+        own = self.__dict__
+        in_order = sorted(parts)
+        own["_sizes"], own["_order"] = [n for _, n in in_order], [*map(in_order.index, parts)]
+        own["_made"] = {}
+
+    def _tensors_in(self, parameter: str) -> list[Tensor | None]:
+        return [getattr(self, f"{parameter}{i}") for i in range(len(self.__dict__["_order"]))]
+
+    def _weights(self) -> list[Tensor]:
+        return [getattr(self, f"weight{i}") for i in range(len(self.__dict__["_order"]))]
+
+    def _tensor_places(self) -> list[tuple[nn.Module, str]]:
+        return [(self, name) for name in self._tensor_names()]
+
+    def __getattr__(self, name: str) -> Any:
+        kind = name.rstrip("0123456789")
+        if kind not in ("weight", "bias") or kind == name:
+            return super().__getattr__(name)
+        number, whole = int(name.removeprefix(kind)), getattr(self._parameter_owner, kind)
+        own = self.__dict__
+        made = own["_made"].get(kind)
+        # One split for all parts: its backward joins their gradients once.
+        if whole is not None and (number == 0 or made is None or made[0]._base is not whole):
+            made = own["_made"][kind] = whole.split(own["_sizes"])
+        return None if whole is None else made[own["_order"][number]]
+
+    def forward(self, input: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Any:
+        if not self._has_own_forward:
+            return FusibleOperation.forward(self, input, *extra_inputs, **kwargs)
+        found = self._parameter_owner(input).split(self.__dict__["_sizes"], -1)
+        return torch.cat([found[i] for i in self.__dict__["_order"]], -1)
 
 
 class JoinedBias(Borrowed, Bias):

@@ -51,6 +51,8 @@ Steps = tuple[Step, ...]
 _PRODUCT: Steps = (("product",),)
 _ATTENTION: Steps = (("attention",),)
 _COLUMNS, _ROWS = 1 << 24, 1 << 8
+# A product in more parts is many narrow ones.
+_MOST_PARTS = 16
 # What an attention module calls.
 _CALLED = {"get_interface", "scaled_dot_product_attention", "softmax"}
 # Batch, sequence and dtype of the two runs.
@@ -64,6 +66,8 @@ class Reading(NamedTuple):
         products: attributes of the layers whose rows are queries, keys and values.
         heads, kv_heads, head_dim: of them.
         by_head: whether query, key and value of each head are next to each other.
+        parts: of the one product, (first row, number of rows) in the order of queries, keys and
+            values; empty if they are in this order.
         before: what is done to queries and keys, in order: ("norm", paths of both norms, whether
             of all heads together) and ("rotation",).
         rotation: how they are rotated.
@@ -89,6 +93,7 @@ class Reading(NamedTuple):
     kv_heads: int
     head_dim: int
     by_head: bool
+    parts: tuple[tuple[int, int], ...]
     before: Steps
     rotation: Rotation | None
     after: Steps
@@ -293,14 +298,15 @@ class _Reader:
         """A norm of the last dimension, which has to be whole heads."""
         columns = rows.at % _COLUMNS
         width = columns.shape[-1]
-        is_dense = (columns - columns[..., :1]).eq(torch.arange(width)).all()
-        if not is_dense or (columns[..., 0] % width).any():
+        if not _is_dense(columns) or (columns[..., 0] % width).any():
             raise Unknown("it normalizes parts of heads")
         return ("norm", path, width)
 
     def rotate(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """A function of queries, keys and tables: what it does to numbers is seen by trying it."""
         rows = [one for one in (*args, *kwargs.values()) if isinstance(one, Rows)]
+        if not all(_is_dense(one.at % _COLUMNS) for one in rows):
+            raise Unknown("it rotates numbers of a head in another order")
         known = kind_of_rotation(self, function, args, kwargs, rows)
         if known is None:
             raise Unknown(f"what {function.__name__} does is not known")
@@ -432,7 +438,7 @@ class _Reader:
         # Each head of keys may be there several times.
         count = len(columns[1]) // len(columns[1].unique(dim=0))
         columns[1:] = (self.unrepeated(one, count) for one in columns[1:])
-        products, by_head = self.packed(columns)
+        products, by_head, rows = self.packed(columns)
         before, scale = self.before(*parts)
         if by_head and any(step[0] == "norm" for step in before):
             raise Unknown("it normalizes heads that are not side by side")
@@ -444,6 +450,7 @@ class _Reader:
             len(columns[1]),
             head_dim,
             by_head,
+            rows,
             before,
             self.rotation,
             (),
@@ -480,8 +487,10 @@ class _Reader:
             raise Unknown("its heads are different ones")
         return first % _COLUMNS, [self.steps[i] for i in number[0].tolist()]
 
-    def packed(self, columns: Sequence[Tensor]) -> tuple[tuple[Path, ...], bool]:
-        """The products whose rows are these columns, side by side or head by head."""
+    def packed(
+        self, columns: Sequence[Tensor]
+    ) -> tuple[tuple[Path, ...], bool, tuple[tuple[int, int], ...]]:
+        """The products whose rows are these columns, side by side, head by head, or in parts."""
         ends = list(itertools.accumulate(width for _, width in self.products))
         used = torch.cat([one.flatten() for one in columns])
         order = torch.bucketize(used, torch.tensor(ends), right=True).unique_consecutive().tolist()
@@ -493,11 +502,17 @@ class _Reader:
         ranges = [torch.arange(ends[i] - self.products[i][1], ends[i]) for i in order]
         wanted = torch.cat(ranges)
         if used.equal(wanted):
-            return paths, False
+            return paths, False, ()
         if len(paths) == 1 and len(columns[0]) == len(columns[1]):
             if torch.cat([one for one in columns], 1).flatten().equal(wanted):
-                return paths, True
-        raise Unknown("its heads are not side by side")
+                return paths, True, ()
+        cuts = (used.diff() != 1).nonzero().flatten() + 1
+        parts = used.tensor_split(cuts)
+        is_whole = len(paths) == 1 and used.sort().values.equal(wanted)
+        is_whole &= all(map(_is_dense, columns))
+        if not is_whole or len(parts) > _MOST_PARTS:
+            raise Unknown("its heads are not side by side")
+        return paths, False, tuple((int(one[0]), len(one)) for one in parts)
 
     def before(self, *parts: tuple[Tensor, list[Steps]]) -> tuple[Steps, float]:
         """What is done to queries and keys, and the factor of scores."""
@@ -536,6 +551,11 @@ class _Reader:
                 raise Unknown("its norms are those of something else")
             made.append(("norm", one[1], other[1], widths != of_heads))
         return tuple(made), scale
+
+
+def _is_dense(columns: Tensor) -> bool:
+    """Whether columns in the last dimension follow each other."""
+    return bool(columns.diff().eq(1).all())
 
 
 def product(module: Any) -> FusibleOperation:
