@@ -117,6 +117,7 @@ MASKS: dict[str, Row] = {
 }
 # Their attention is written in other ways.
 OTHERS = ["GPT2", "OPT", "StableLm", "Cohere", "GPTNeoX"]
+FORMS = ["XGLM", "TrOCR", "Mvp", "GPTJ", "CodeGen", "Falcon", "FalconH1"]
 # The layer does not hand it on.
 IGNORED = ("StableLm", "a position bias")
 
@@ -141,7 +142,7 @@ def test_calls_of_other_decoders(model: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["no cache", "a new cache", "padding", "a filled cache"])
-@pytest.mark.parametrize("model", ["XGLM", "TrOCR", "Mvp", "GPTJ", "CodeGen", "Falcon"])
+@pytest.mark.parametrize("model", FORMS)
 def test_calls_of_attention_in_other_forms(model: str, name: str) -> None:
     # XGLM's own statements halve gradients in rows that padding leaves nothing to read.
     runs_ops = name != "a filled cache" and (model, name) != ("XGLM", "padding")

@@ -91,6 +91,8 @@ XGLM: dict[str, Any] = {
 XGLM |= dict.fromkeys(("dropout", "attention_dropout", "activation_dropout"), 0.0)
 NO_DROPOUT = {k: v for k, v in XGLM.items() if k.endswith("dropout")}
 TROCR = {k: v for k, v in BART.items() if not k.startswith("encoder")} | NO_DROPOUT
+MAMBA = {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_state": 8, "mamba_d_head": 8}
+MIXED = ["linear_attention", "full_attention"]
 MODERNBERT = ENCODER | {"cls_token_id": 3, "sep_token_id": 4}
 
 # These have two layers, and a norm behind them.
@@ -103,6 +105,7 @@ BERT = {"attention": 2, "feed-forward, sum and norm": 2}
 # to it reads the residual, too.
 CROSS = {"layer": 2, "sum and norm": 2}
 LEFT = {name: {"residual and norm"} for name in ("TrOCR", "Mvp")}
+LEFT["FalconH1"] = {"residual", "feed-forward"}  # a factor of the gate
 # model -> (how it is made, how many parts each rule fuses)
 MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, int]]] = {
     "Llama": (causal("Llama"), LLAMA),
@@ -167,6 +170,15 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, int]]] = {
     ),
     # Sines come before cosines, with a number for each pair.
     "GPTJ": (small("GPTJForCausalLM", "GPTJConfig", **GPT2, rotary_dim=4), PARALLEL_HALVES),
+    # Their caches also have states of other layers; FalconH1's takes scaled keys.
+    "FalconH1": (
+        causal("FalconH1", key_multiplier=0.5, head_dim=8, **MAMBA),
+        {"norm": 5, "parallel branches of a norm": 2},
+    ),
+    "MiniMax": (
+        causal("MiniMax", head_dim=8, num_local_experts=4, layer_types=MIXED, block_size=4),
+        {"attention": 1, "experts": 2, "norm": 6},
+    ),
     # Queries, values and keys of some heads, and then of others.
     "CodeGen": (
         small("CodeGenForCausalLM", "CodeGenConfig", **GPT2, rotary_dim=4),

@@ -71,7 +71,7 @@ class TransformersAttention(AttentionCall):
     """A module of transformers."""
 
     def __init__(self, module: nn.Module, reading: Reading, called: nn.Module) -> None:
-        self.reading = reading
+        self.reading, self.key_factor = reading, reading.key_factor
         names = tuple(inspect.signature(class_of(called).forward).parameters)
         self._first, self._parameters = names[1], names[2:]
         self._interface = reading.interface
@@ -215,24 +215,31 @@ class TransformersAttention(AttentionCall):
         return self._asks and bool(module.config._attn_implementation == "eager")
 
 
+# Those of transformers that give back what an empty one is given.
+_LAYERS = ("DynamicLayer", "DynamicSlidingWindowLayer", "LinearAttentionAndFullAttentionLayer")
+_LAYERS += ("LinearAttentionAndSlidingWindowAttentionLayer",)
+
+
 def _is_empty(cache: Any, layer: int) -> bool:
     """Whether it is a cache that only grows, and that has nothing of this layer yet: attention then
     reads what the cache is given."""
-    if not _is_own(cache, type(cache), "DynamicCache"):
+    home = sys.modules.get("transformers.cache_utils")
+    known, kind = getattr(home, "DynamicCache", None), type(cache)
+    # Models add states of other layers in subclasses.
+    if known not in kind.__mro__ or not _is_own(home, cache, kind):
+        return False
+    if kind.update is not known.update or kind.get_seq_length is not known.get_seq_length:
         return False
     if cache.offloading or cache.get_seq_length(layer) != 0:
         return False
-    if layer >= len(cache.layers):
-        return _is_own(None, cache.layer_class_to_replicate, "DynamicLayer")
-    found = cache.layers[layer]
-    return _is_own(found, type(found), "DynamicLayer", "DynamicSlidingWindowLayer")
+    found = cache.layers[layer] if layer < len(cache.layers) else None
+    kind = cache.layer_class_to_replicate if found is None else type(found)
+    is_known = kind.__name__ in _LAYERS and getattr(home, kind.__name__, None) is kind
+    return is_known and _is_own(home, found, kind)
 
 
-def _is_own(instance: Any, kind: Any, *names: str) -> bool:
-    """Whether it is one of these classes of transformers, and nobody has replaced its `update`."""
-    home = sys.modules.get("transformers.cache_utils")
-    if kind.__name__ not in names or getattr(home, kind.__name__, None) is not kind:
-        return False
+def _is_own(home: Any, instance: Any, kind: Any) -> bool:
+    """Whether nobody has replaced the `update` of a class, which is that of transformers."""
     code = getattr(getattr(kind, "update", None), "__code__", None)
     is_replaced = instance is not None and "update" in vars(instance)
     is_given = code is not None and code.co_filename == getattr(home, "__file__", None)

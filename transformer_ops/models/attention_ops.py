@@ -49,6 +49,7 @@ class AttentionCall:
     """What is known of an attention module: its ops, and what a call of it gives them."""
 
     gives_pair = True  # not the result alone
+    key_factor = 1.0  # of keys that a cache takes; `scale` has it for scores
 
     @property
     def by_head(self) -> bool:
@@ -116,13 +117,14 @@ class AttentionCall:
         head_dim = self.head_dim(module)
         if self.by_head:
             heads = rows.unflatten(-1, (-1, 3 * head_dim)).transpose(1, 2)
-            _, *found = heads.chunk(3, dim=-1)
+            _, keys, values = heads.chunk(3, dim=-1)
         else:
-            found = [
+            keys, values = (
                 rows[..., first : first + key].unflatten(-1, (-1, head_dim)).transpose(1, 2)
                 for first in (query, query + key)
-            ]
-        cache.update(*found, module.layer_idx)
+            )
+        keys = keys if self.key_factor == 1 else keys * self.key_factor
+        cache.update(keys, values, module.layer_idx)
 
 
 class BorrowedAttention(Watcher, Borrowed, Attention):

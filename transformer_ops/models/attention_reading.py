@@ -73,6 +73,7 @@ class Reading(NamedTuple):
         rotation: how they are rotated.
         after: what is done to the result: ("part", path) and ("dropout", attribute).
         scale: of the scores.
+        key_factor: what multiplies keys, also those that a cache takes.
         p: the probability of dropout.
         is_causal: what the call of attention says; None if it leaves that to its arguments.
         has_cache: whether a cache may be given.
@@ -98,6 +99,7 @@ class Reading(NamedTuple):
     rotation: Rotation | None
     after: Steps
     scale: float
+    key_factor: float
     p: float
     is_causal: bool | None
     has_cache: bool
@@ -439,7 +441,7 @@ class _Reader:
         count = len(columns[1]) // len(columns[1].unique(dim=0))
         columns[1:] = (self.unrepeated(one, count) for one in columns[1:])
         products, by_head, rows = self.packed(columns)
-        before, scale = self.before(*parts)
+        before, scale, factor = self.before(*parts)
         if by_head and any(step[0] == "norm" for step in before):
             raise Unknown("it normalizes heads that are not side by side")
         if not isinstance(p, int | float) or (p and not self.is_training):
@@ -455,6 +457,7 @@ class _Reader:
             self.rotation,
             (),
             scale * (head_dim**-0.5 if given is None else given),
+            factor,
             float(p),
             False,
             False,
@@ -514,12 +517,12 @@ class _Reader:
             raise Unknown("its heads are not side by side")
         return paths, False, tuple((int(one[0]), len(one)) for one in parts)
 
-    def before(self, *parts: tuple[Tensor, list[Steps]]) -> tuple[Steps, float]:
-        """What is done to queries and keys, and the factor of scores."""
+    def before(self, *parts: tuple[Tensor, list[Steps]]) -> tuple[Steps, float, float]:
+        """What is done to queries and keys, and the factors of scores and of keys."""
         (columns, query), (key_columns, key), (_, value) = parts
         if any(steps != _PRODUCT for steps in value):
             raise Unknown("it does something to values")
-        scale, found, rotated = 1.0, [], []
+        scale, factor, found, rotated = 1.0, 1.0, [], []
         for steps in (query, key):
             first, rest = steps[0][1:], {one[1:] for one in steps}
             plain = tuple(step for step in first if step != ("rotation",))
@@ -532,9 +535,8 @@ class _Reader:
             kinds = [step[0] for step in first]
             if "scale" in kinds and "norm" in kinds[kinds.index("scale") :]:
                 raise Unknown("it normalizes what is scaled")
-            scale *= math.prod(step[1] for step in first if step[0] == "scale")
-            if steps is key and self.cached and "scale" in kinds:
-                raise Unknown("the cache takes scaled keys")
+            factor = math.prod(step[1] for step in first if step[0] == "scale")
+            scale *= factor
             found.append([step for step in first if step[0] != "scale"])
         kinds, others = ([step[0] for step in one] for one in found)
         if kinds != others or rotated[0] != rotated[1]:
@@ -550,7 +552,7 @@ class _Reader:
             if widths not in (of_heads, whole):
                 raise Unknown("its norms are those of something else")
             made.append(("norm", one[1], other[1], widths != of_heads))
-        return tuple(made), scale
+        return tuple(made), scale, factor
 
 
 def _is_dense(columns: Tensor) -> bool:
