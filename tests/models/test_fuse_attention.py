@@ -166,6 +166,30 @@ def test_a_product_with_rows_in_another_order() -> None:
     assert "attention" not in {row.rule for row in report.fused}
 
 
+@pytest.mark.parametrize("name", ["RemBert", "MegatronBert"])
+def test_weights_that_only_some_calls_want(name: str) -> None:
+    plain, model = make(name), make(name)
+    tops.fuse(model)
+    layer, other = (
+        next(m for m in one.modules() if type(m).__name__ == f"{name}Layer").attention  # type: ignore[union-attr]
+        for one in (plain, model)
+    )
+    x = torch.randn(2, 12, 32)
+    assert other(x)[1] is None
+    want, weights = layer(x)
+    torch.testing.assert_close(other(x, output_attentions=True), (want, weights))
+    seen: list[Any] = []
+    other.register_forward_hook(lambda module, args, found: seen.append(found[1]))
+    other(x)
+    torch.testing.assert_close(seen[0], weights)
+    for asked in (False, True):
+        found, right = (
+            one(input_ids=TOKENS, output_attentions=asked, return_dict=False)
+            for one in (model, plain)
+        )
+        torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-5)
+
+
 def test_scores_by_hand_with_dropout() -> None:
     """The mean over many draws is that of the plain model; none are dropped in eval()."""
     plain: Any = make("XGLM")

@@ -190,8 +190,9 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, int]]] = {
     "Mvp": (small("MvpForCausalLM", "MvpConfig", **BART, **NO_DROPOUT), CROSS),
     # Its dropout has p = 0, which is no float.
     "Mpt": (small("MptForCausalLM", "MptConfig", **MPT), {"sum": 2}),
-    # Its attention is given away with its weights, as one tuple.
-    "MegatronBert": (masked("MegatronBert"), {"feed-forward": 1, "sum": 4}),
+    # Their attention is given away with its weights, as one tuple.
+    "MegatronBert": (masked("MegatronBert"), {"attention": 2, "feed-forward": 1, "sum": 4}),
+    "RemBert": (masked("RemBert"), BERT | {"feed-forward": 1, "sum and norm": 2}),
     "T5": (small("T5ForConditionalGeneration", "T5Config", **T5), {"norm": 8, "residual": 4}),
     "T5, gated": (
         small("T5ForConditionalGeneration", "T5Config", **T5, feed_forward_proj="gated-gelu"),

@@ -20,6 +20,7 @@ from torch.compiler import is_compiling, is_exporting
 from ..base.guard_groups import untraced
 from ..base.marks import outside_of_jit_trace
 from ..modules.sequential import Sequential
+from ..op.hooks import HOOKS
 from ..op.quantizers import passed_over
 from ..plan.explain.explanation import Explanation
 from .attention_ops import AttentionInputs
@@ -163,16 +164,19 @@ class FusedModule(nn.Module):
         others: tuple[Any, ...],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        weights: bool,
+        weights: bool | None,
     ) -> tuple[Region, Sequential, AttentionInputs] | None:
         """The ops of a region with attention that is given these arguments, and what they take; or
         None where the statements have to run. `others`: the tensors that they add. `weights`:
-        whether its weights are wanted."""
+        whether its weights are wanted; None if only hooks of this module would see them."""
         region = self._tops_ready(i, input, others)
         if region is None:
             return None
         attention = region.state.attention
         assert attention is not None
+        if weights is None:
+            weights = any(self.__dict__.get(name) for name in HOOKS)
+        weights = weights and attention.call.gives_pair
         found = attention.call.inputs(attention.module, args, kwargs, weights)
         if found is None:
             return None
@@ -192,14 +196,13 @@ class FusedModule(nn.Module):
         """Runs what `_tops_attention` has found. The op that takes the other tensors is behind
         attention."""
         region, sequential, given = found
-        result = sequential(input, *given.extra_inputs, *others)
-        if given.cache is None:
-            return result
+        output = sequential(input, *given.extra_inputs, *others)
         attention = region.state.attention
         assert attention is not None
-        output, rows = result
-        attention.call.fill(attention.module, given.cache, rows)
-        return output
+        if given.cache is not None:
+            output, rows = output
+            attention.call.fill(attention.module, given.cache, rows)
+        return (output, None) if region.gives_pair else output
 
     def _replicate_for_data_parallel(self) -> Any:
         replica = super()._replicate_for_data_parallel()

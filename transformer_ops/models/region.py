@@ -186,6 +186,13 @@ class Region:
                 self._look(module)
         return self.state.sequential is not None
 
+    @property
+    def gives_pair(self) -> bool:
+        """Whether the statements give all results of an attention module, as a pair."""
+        given, attention = arguments_in(self.names), self.state.attention
+        is_whole = given is not None and not given.is_first
+        return is_whole and attention is not None and attention.call.gives_pair
+
     def forget(self) -> None:
         """Has the next call look again, and lets go of the modules that the last look saw."""
         self.state, self._states = _NO_STATE, []

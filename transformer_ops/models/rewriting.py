@@ -17,9 +17,9 @@ import copy
 import types
 from typing import Any
 
-from .pattern import INPUT
+from .pattern import INPUT, Arguments
 from .sites import Site
-from .statements import compiled, tree_of
+from .statements import compiled, tree_of, variables_in
 from .windows import blocks_of
 
 __all__ = ["rewritten"]
@@ -107,6 +107,21 @@ def _with_choices(
     return found
 
 
+_ASKS = "output_attentions"
+
+
+def _weights(site: Site, arguments: Arguments) -> str:
+    """Whether the weights of attention are read later; None where they are, but the call of the
+    method says that nobody wants them."""
+    if arguments.is_first and not site.found.window.others:
+        return "False"
+    code = site.source.function.__code__
+    tree = tree_of(site.source.function)
+    has_argument = _ASKS in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    is_kept = tree is not None and _ASKS not in variables_in(tree, ast.Store)
+    return f"{_ASKS} is not False or None" if has_argument and is_kept else "True"
+
+
 def _choice(i: int, site: Site, statements: list[ast.stmt]) -> list[ast.stmt]:
     names, window = site.found.names, site.found.window
     extra = [names[key] for key in site.pattern.inputs if key != INPUT]
@@ -122,7 +137,7 @@ def _choice(i: int, site: Site, statements: list[ast.stmt]) -> list[ast.stmt]:
         args = "".join(f"{ast.unparse(argument)}, " for argument in arguments.args)
         keywords = ", ".join(ast.unparse(keyword) for keyword in arguments.keywords)
         others = "".join(f"{name}, " for name in extra)
-        given = f"({others}), ({args}), dict({keywords}), {bool(window.others)}"
+        given = f"({others}), ({args}), dict({keywords}), {_weights(site, arguments)}"
         condition = f"self._tops_attention({i}, {given_input}, {given})"
         call = f"self._tops_run({', '.join(['_tops_found', input, *extra])})"
     others = "".join(f"    {name} = None\n" for name in sorted(window.others))

@@ -18,6 +18,7 @@ from ..ops.make_extra_output import MakeExtraOutput
 from ..ops.norm import LayerNorm, RMSNorm
 from .attention import find_attention
 from .attention_forms import names_around
+from .attention_ops import attention_in
 from .parts import count_products, ops_of, part
 from .pattern import Names, Pattern, arguments_in, register_call
 from .rules import FuseSkip, FuseUnfit, register_fuse_rule
@@ -34,9 +35,12 @@ def _end(channel: str = _CHANNEL) -> nn.Module:
     return AddExtraInput().set_extra_input_channel(0, channel)
 
 
-def _steps(module: Any, names: Names, name: str, products: int = 0) -> Sequence[nn.Module]:
+def _steps(
+    module: Any, names: Names, name: str, products: int = 0, may_pair: bool = False
+) -> Sequence[nn.Module]:
     """The ops of steps with at least so many products. They may be written for the rows of a
-    tensor, while ops take it as it is."""
+    tensor, while ops take it as it is. Only steps that `may_pair` may end in all results of an
+    attention module."""
     on_rows = f"{name}_on_rows" in names
     if on_rows:
         name += "_on_rows"
@@ -50,6 +54,10 @@ def _steps(module: Any, names: Names, name: str, products: int = 0) -> Sequence[
         if sum(isinstance(part, nn.Linear) for part in called) < products:
             raise FuseUnfit(str(skip)) from None
         raise
+    given, attention = arguments_in({name: names[name]}), attention_in(found)
+    is_pair = given is not None and attention is not None and attention.call.gives_pair
+    if is_pair and not given.is_first and not (may_pair and given in steps.list[-1][1].values()):
+        raise FuseUnfit(f"all results of attention are taken in {steps}")
     if count_products(found) < products:
         raise FuseUnfit(f"{steps} has fewer than {products} products")
     if on_rows and not all(map(_computes_rows_alone, found)):
@@ -79,7 +87,7 @@ def _feed_forward(module: Any, names: Names) -> Sequence[nn.Module]:
 def _attention_alone(module: Any, names: Names) -> Sequence[nn.Module]:
     if arguments_in(names) is None:
         raise FuseUnfit("no attention is among its steps")
-    return _steps(module, names, "steps", products=2)
+    return _steps(module, names, "steps", products=2, may_pair=True)
 
 
 register_fuse_rule("attention", "H = any_steps(H)", _attention_alone)
@@ -199,9 +207,9 @@ def _attention(module: Any, names: Names) -> Sequence[nn.Module]:
         raise FuseUnfit(f"{names['part']} is no module")
     around = names_around(found)
     if around is None:
-        call, given = find_attention(found), names.get("arguments")
-        if getattr(given, "is_first", call.gives_pair) is not call.gives_pair:
-            raise FuseUnfit(f"all results of {names['part']} are taken")
+        call = find_attention(found)
+        if getattr(names.get("arguments"), "is_first", False) and not call.gives_pair:
+            raise FuseUnfit(f"a part of what {names['part']} gives is taken")
         return call.ops(found)
     if found.is_cross_attention:
         raise FuseSkip("it attends to another sequence")
