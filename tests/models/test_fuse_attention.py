@@ -118,6 +118,9 @@ MASKS: dict[str, Row] = {
 # Their attention is written in other ways.
 OTHERS = ["GPT2", "OPT", "StableLm", "Cohere", "GPTNeoX"]
 FORMS = ["XGLM", "TrOCR", "Mvp", "GPTJ", "CodeGen", "Falcon", "FalconH1"]
+FORMS += ["Mpt", "Bloom"]
+# Their own statements give other gradients in rows that padding leaves nothing to read.
+PADDED = {("XGLM", "padding"), ("Mpt", "padding")}
 # The layer does not hand it on.
 IGNORED = ("StableLm", "a position bias")
 
@@ -144,8 +147,7 @@ def test_calls_of_other_decoders(model: str, name: str) -> None:
 @pytest.mark.parametrize("name", ["no cache", "a new cache", "padding", "a filled cache"])
 @pytest.mark.parametrize("model", FORMS)
 def test_calls_of_attention_in_other_forms(model: str, name: str) -> None:
-    # XGLM's own statements halve gradients in rows that padding leaves nothing to read.
-    runs_ops = name != "a filled cache" and (model, name) != ("XGLM", "padding")
+    runs_ops = name != "a filled cache" and (model, name) not in PADDED
     check_calls(model, name, "before", runs_ops)
 
 
@@ -188,6 +190,40 @@ def test_weights_that_only_some_calls_want(name: str) -> None:
             for one in (model, plain)
         )
         torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["Mpt", "Bloom"])
+def test_biases_of_scores(name: str) -> None:
+    """Ops take them with the mask, except those that train, and those of another dtype."""
+    argument, columns, count = ("position_bias", 16, 4) if name == "Mpt" else ("alibi", 12, 8)
+    plain, model = make(name), make(name)
+    tops.fuse(model)
+    layers = [
+        next(m for m in one.modules() if type(m).__name__ == f"{name}Block")
+        for one in (plain, model)
+    ]
+    hidden = torch.ones(12, 12).triu(1).bool()[None, None]
+    mask = hidden if name == "Mpt" else hidden * torch.finfo(torch.float32).min
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 12, 32, generator=generator)
+    for trains, dtype in ((False, torch.float32), (True, torch.float32), (False, torch.float64)):
+        bias = torch.randn(count, 1, columns, generator=generator, dtype=dtype)
+        bias.requires_grad_(trains)
+        if name == "Bloom" and dtype == torch.float64:
+            continue  # torch's product takes one dtype
+        found = []
+        for layer in layers:
+            given = {argument: bias, "attention_mask": mask}
+            own = x.clone().requires_grad_()
+            with Counted() as counted:
+                output = layer(own, **given)[0]
+            sources = [own, *layer.parameters(), *([bias] if trains else [])]
+            grads = torch.autograd.grad(output.square().sum(), sources, allow_unused=True)
+            found.append((output, grads, counted.count))
+        (want, right, _), (output, grads, count_of_softmax) = found
+        torch.testing.assert_close(output, want, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(grads, right, rtol=1e-4, atol=1e-4)
+        assert count_of_softmax == int(trains or dtype == torch.float64)
 
 
 def test_scores_by_hand_with_dropout() -> None:

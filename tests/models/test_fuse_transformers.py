@@ -76,6 +76,7 @@ DISTILBERT = {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 64, "vocab_s
 T5 = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 64}
 T5 |= {"decoder_start_token_id": 0, "pad_token_id": 0}
 MPT = {"d_model": 32, "n_heads": 4, "n_layers": 2, "vocab_size": 64, "max_seq_len": 16}
+BLOOM = {"hidden_size": 32, "n_layer": 2, "n_head": 4, "vocab_size": 64}
 BART: dict[str, Any] = {"d_model": 32, "vocab_size": 64, "encoder_layers": 2, "decoder_layers": 2}
 BART |= {"encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "max_position_embeddings": 16}
 BART |= {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "pad_token_id": 0}
@@ -105,6 +106,7 @@ BERT = {"attention": 2, "feed-forward, sum and norm": 2}
 # to it reads the residual, too.
 CROSS = {"layer": 2, "sum and norm": 2}
 LEFT = {name: {"residual and norm"} for name in ("TrOCR", "Mvp")}
+LEFT |= {"Mpt": {"residual and norm"}, "Bloom": {"feed-forward"}}
 LEFT["FalconH1"] = {"residual", "feed-forward"}  # a factor of the gate
 # model -> (how it is made, how many parts each rule fuses)
 MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, int]]] = {
@@ -188,8 +190,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, int]]] = {
     "XGLM": (small("XGLMForCausalLM", "XGLMConfig", **XGLM), {"layer": 2}),
     "TrOCR": (small("TrOCRForCausalLM", "TrOCRConfig", **TROCR), CROSS),
     "Mvp": (small("MvpForCausalLM", "MvpConfig", **BART, **NO_DROPOUT), CROSS),
-    # Its dropout has p = 0, which is no float.
-    "Mpt": (small("MptForCausalLM", "MptConfig", **MPT), {"sum": 2}),
+    # A bias of scores (ALiBi), and a mask of booleans. Its dropout has p = 0, which is no float.
+    "Mpt": (small("MptForCausalLM", "MptConfig", **MPT), {"residual": 2, "sum": 2}),
+    # Its attention adds the residual itself.
+    "Bloom": (small("BloomForCausalLM", "BloomConfig", **BLOOM), {"attention": 2}),
     # Their attention is given away with its weights, as one tuple.
     "MegatronBert": (masked("MegatronBert"), {"attention": 2, "feed-forward": 1, "sum": 4}),
     "RemBert": (masked("RemBert"), BERT | {"feed-forward": 1, "sum and norm": 2}),

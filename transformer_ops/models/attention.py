@@ -6,6 +6,7 @@ from __future__ import annotations
 import inspect
 import math
 import sys
+import weakref
 from collections.abc import Mapping, Sequence
 from types import BuiltinFunctionType
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..modules.views import (
     BorrowedDropout,
@@ -32,6 +34,7 @@ from .attention_forms import (
     names_of_timm,
 )
 from .attention_ops import (
+    AddArgument,
     AttentionCall,
     AttentionInputs,
     BorrowedAttention,
@@ -62,7 +65,9 @@ _UNKNOWN = (
 )
 
 
-def _has_empty_rows(mask: Tensor) -> bool:
+def _has_empty_rows(mask: Tensor, is_filled: bool = False) -> bool:
+    if is_filled:
+        return bool(mask.all(-1).any())
     least = torch.finfo(mask.dtype).min if mask.is_floating_point() else 0
     return not bool((mask.amax(-1) > least).all())
 
@@ -129,6 +134,8 @@ class TransformersAttention(AttentionCall):
         for kind, what in reading.after:
             if kind == "part":
                 ops += part_behind(reach(module, what))
+            elif kind == "sum":
+                ops.append(AddArgument())
             else:
                 check_number(module, what)
                 ops.append(BorrowedDropout(module, what))
@@ -149,14 +156,19 @@ class TransformersAttention(AttentionCall):
         return _side_by_side(layers, found)
 
     def inputs(
-        self, module: Any, args: Sequence[Any], kwargs: Mapping[str, Any], gives_weights: bool
+        self,
+        module: Any,
+        input: Tensor,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        gives_weights: bool,
     ) -> AttentionInputs | None:
         given = {**dict(zip(self._parameters, args, strict=False)), **kwargs}
         # The tensor that ops take has another name.
         if self._first in kwargs:
             return None
         for name in (*_UNKNOWN, *self.reading.absent):
-            value = given.get(name)
+            value = None if name == self.reading.masking.bias else given.get(name)
             if value is not None and value is not False:
                 return None
         caches = (given.get(name) for name in CACHES)
@@ -181,16 +193,27 @@ class TransformersAttention(AttentionCall):
             return None
         if reading.dropout and reach(module, reading.dropout).training != module.training:
             return None
-        if mask is None and reading.needs_mask:
+        masking = reading.masking
+        if mask is None and masking.is_needed:
             return None
         if mask is not None:
             if not isinstance(mask, Tensor):
                 return None
-            if reading.mask_is_sized and not (mask.dim() == 4 and mask.shape[1] == 1):
+            if masking.is_sized and not (mask.dim() == 4 and mask.shape[1] == 1):
                 return None
-            # The gradient of a score that is no more than the least number is halved.
-            if reading.is_clamped and (is_compiling() or _has_empty_rows(mask)):
+            # The gradient of a score that is no more than the least number is another one.
+            has_others = masking.is_clamped or masking.is_filled
+            if has_others and (is_compiling() or _has_empty_rows(mask, masking.is_filled)):
                 return None
+        if masking.bias:
+            mask = self._with_bias(given.get(masking.bias), mask, input)
+            if mask is None:
+                return None
+        elif masking.is_filled:
+            return None
+        sums = tuple(given.get(name) for kind, name in reading.after if kind == "sum")
+        if not all(isinstance(one, Tensor) and one.shape == input.shape for one in sums):
+            return None
         tables: tuple[Tensor, ...] = ()
         rotary_dim = None
         if reading.rotation is not None:
@@ -201,8 +224,34 @@ class TransformersAttention(AttentionCall):
             tables = cos, sin
         if mask is None:
             choice = (False, bool(is_causal), rotary_dim, cache is not None, False)
-            return AttentionInputs(choice, tables, cache)
-        return self.masked(module, mask, tables, rotary_dim, cache)
+            return AttentionInputs(choice, (*tables, *sums), cache)
+        found = self.masked(module, mask, tables, rotary_dim, cache)
+        return found and found._replace(extra_inputs=(*found.extra_inputs, *sums))
+
+    def _with_bias(self, bias: Any, mask: Tensor | None, input: Tensor) -> Tensor | None:
+        """The bias of scores and the mask in one; None if ops do not compute it."""
+        masking, heads, length = self.reading.masking, self.reading.heads, input.shape[-2]
+        is_known = isinstance(bias, Tensor) and bias.dim() == 3 and bias.dtype == input.dtype
+        if not is_known or bias.requires_grad or bias.shape[0] % heads or bias.shape[1] != 1:
+            return None
+        if bias.shape[2] < length or (bias.shape[2] > length and not masking.is_last):
+            return None
+        scores: Tensor = bias[..., -length:].view(-1, heads, 1, length)
+        if mask is None:
+            return scores
+        wanted = torch.bool if masking.is_filled else bias.dtype
+        if mask.dtype != wanted or mask.requires_grad:
+            return None
+        if is_compiling() or bias.is_inference() or mask.is_inference():
+            return _joined(scores, mask)
+        # The layers of a model share one mask, which is as large as all weights of a layer.
+        key = heads, length, bias._version, mask._version
+        known = _joined_masks.get(bias)
+        if known is None or known[0]() is not mask or known[1] != key:
+            known = weakref.ref(mask), key, _joined(scores, mask)
+            _joined_masks[bias] = known
+        found: Tensor = known[2]
+        return found
 
     @property
     def _asks(self) -> bool:
@@ -213,6 +262,17 @@ class TransformersAttention(AttentionCall):
         if self.reading.is_plain:
             return True
         return self._asks and bool(module.config._attn_implementation == "eager")
+
+
+def _joined(scores: Tensor, mask: Tensor) -> Tensor:
+    """A bias with a mask: numbers that are added, or booleans that hide."""
+    if mask.dtype == torch.bool:
+        return scores.masked_fill(mask, torch.finfo(scores.dtype).min)
+    return scores + mask
+
+
+# A bias -> the mask, their versions and what else was given, and what was made of them.
+_joined_masks = WeakTensorKeyDictionary()
 
 
 # Those of transformers that give back what an empty one is given.
@@ -318,7 +378,12 @@ class TimmAttention(AttentionCall):
         return [BorrowedProduct(packed), JoinedBias(module, biases)]
 
     def inputs(
-        self, module: Any, args: Sequence[Any], kwargs: Mapping[str, Any], gives_weights: bool
+        self,
+        module: Any,
+        input: Tensor,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        gives_weights: bool,
     ) -> AttentionInputs | None:
         given = {**dict(zip(self._parameters, args, strict=False)), **kwargs}
         mask, is_causal = given.get("attn_mask"), given.get("is_causal", False)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ..modules.views import BorrowedPackedLinear, BorrowedRMSNorm
 from ..op.base import FusibleOperation
 from ..op.borrowed import Borrowed
+from ..ops.add_extra_input import AddExtraInput
 from ..ops.attention import Attention, QKNorm
 from ..ops.bias import Bias
 from ..ops.make_extra_output import MakeExtraOutput
@@ -18,6 +19,7 @@ from ..ops.rope import RoPE
 from .facts import Facts, Watcher
 
 __all__ = [
+    "AddArgument",
     "AttentionCall",
     "AttentionChoice",
     "AttentionInputs",
@@ -101,10 +103,15 @@ class AttentionCall:
         return AttentionInputs(choice, (*tables, mask), cache)
 
     def inputs(
-        self, module: Any, args: Sequence[Any], kwargs: Mapping[str, Any], gives_weights: bool
+        self,
+        module: Any,
+        input: Tensor,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        gives_weights: bool,
     ) -> AttentionInputs | None:
-        """What the ops take for a call of the module with these arguments behind the first one;
-        None if its statements have to run."""
+        """What the ops take for a call of the module with these arguments behind the first one, for
+        which ops take an input with as many rows; None if its statements have to run."""
         raise NotImplementedError
 
     def functions(self) -> list[Any]:
@@ -221,6 +228,10 @@ class NoKeyBias(BorrowedPackedLinear):
     def key_bias(self) -> Tensor:
         weight = self._weights()[1]
         return weight.new_zeros(weight.shape[0])
+
+
+class AddArgument(AddExtraInput):
+    """A sum with an argument of the attention module."""
 
 
 class ReorderedLinear(BorrowedPackedLinear):

@@ -22,14 +22,18 @@ from ..op.base import FusibleOperation
 from .adapters import base_of
 from .attention_rotation import Rotation, kind_of_rotation
 from .attention_statements import (
+    BIASES,
     CACHES,
     MASK,
     PLAIN,
+    TABLES,
     UNKNOWN,
     WEIGHTS,
+    Bias,
     Frame,
     Given,
     Interface,
+    Masking,
     Owned,
     Path,
     Rows,
@@ -71,7 +75,8 @@ class Reading(NamedTuple):
         before: what is done to queries and keys, in order: ("norm", paths of both norms, whether
             of all heads together) and ("rotation",).
         rotation: how they are rotated.
-        after: what is done to the result: ("part", path) and ("dropout", attribute).
+        after: what is done to the result: ("part", path), ("dropout", attribute) and
+            ("sum", argument).
         scale: of the scores.
         key_factor: what multiplies keys, also those that a cache takes.
         p: the probability of dropout.
@@ -84,9 +89,7 @@ class Reading(NamedTuple):
         has_weights: whether the second result may be the weights of attention.
         is_plain: whether the statements compute scores and their softmax.
         dropout: the submodule that drops weights.
-        is_clamped: whether masked scores are raised to the least number.
-        mask_is_sized: whether a mask is the same for all heads, and has as many rows as columns.
-        needs_mask: whether a call has to have a mask.
+        masking: how scores by hand are masked.
     """
 
     products: tuple[Path, ...]
@@ -110,9 +113,7 @@ class Reading(NamedTuple):
     has_weights: bool = False
     is_plain: bool = False
     dropout: Path = ()
-    is_clamped: bool = False
-    mask_is_sized: bool = False
-    needs_mask: bool = False
+    masking: Masking = Masking()
 
 
 # What an attribute may be beside a number.
@@ -167,11 +168,13 @@ class _Reader:
         has_mask: bool,
         has_cache: bool = False,
         implementation: str = "sdpa",
+        more: int | None = None,
     ) -> None:
         self.module, self.is_training, self.has_cache = module, run == 0, has_cache
         self.implementation, self.has_mask = implementation, has_mask
         self.batch, self.length, self.dtype = _SIZES[run]
         self.asks = self.mask_is_sized = False
+        self.more = more  # columns of a bias beyond those of keys; None without a bias
         self.interface: Any = None
         self.steps: list[Steps] = [(), _ATTENTION]
         self.products: list[tuple[Path, int]] = []
@@ -192,6 +195,9 @@ class _Reader:
         absent = [name for name in CACHES if not self.has_cache]
         absent += [] if self.has_mask else [MASK]
         given |= {name: None for name in absent if name in given}
+        columns = torch.arange(self.length + (self.more or 0)).view(1, 1, -1)
+        biases = [] if self.more is None else [name for name in BIASES if name in given]
+        given |= {name: Bias(columns, name) for name in biases}
         given |= {names[0]: Owned(()), names[1]: Rows(torch.empty(0))}
         self.input = given[names[1]]
         result = Frame(self, self.function, given).run()
@@ -209,7 +215,7 @@ class _Reader:
             interface=self.interface,
             asks=self.asks and self.interface is None,
             has_weights=weights is not None,
-            mask_is_sized=self.mask_is_sized,
+            masking=self.found.masking._replace(is_sized=self.mask_is_sized),
         )
 
     # ---- attributes
@@ -377,7 +383,7 @@ class _Reader:
                 found = self.attend(query, key, value, first.is_masked, first.p, first.scale)
                 assert self.found is not None
                 self.found = self.found._replace(
-                    is_plain=True, is_clamped=first.is_clamped, dropout=first.dropout
+                    is_plain=True, masking=first.masking, dropout=first.dropout
                 )
                 return Rows(found.at.reshape(shape))
         elif type(first) is Rows and type(second) is Rows and first is not self.input:
@@ -388,15 +394,35 @@ class _Reader:
         raise Unknown("it multiplies something else")
 
     def scaled(self, scores: Scores, factor: float) -> Scores:
-        if scores.p is not None or scores.is_masked:
+        if scores.p is not None or scores.is_masked or scores.masking.bias:
             raise Unknown("its scores are changed")
         return dataclasses.replace(scores, scale=scores.scale * factor)
 
-    def masked(self, scores: Scores) -> Scores:
-        is_whole = scores.has_columns and scores.at.dim() == 4
+    def masked(self, scores: Scores, mask: Any, is_filled: bool = False) -> Scores:
+        is_whole = scores.has_columns and scores.at.dim() == 4 and mask == Given(MASK)
         if scores.p is not None or scores.is_masked or not is_whole:
             raise Unknown("its scores are changed")
-        return dataclasses.replace(scores, is_masked=True)
+        masking = scores.masking._replace(is_filled=is_filled)
+        return dataclasses.replace(scores, is_masked=True, masking=masking)
+
+    def biased(self, scores: Scores, bias: Bias) -> Scores:
+        """Scores and a bias of the last of its columns. It may have one for each head."""
+        assert self.more is not None
+        is_last = bias.at.flatten().equal(torch.arange(self.length) + self.more)
+        is_whole = scores.has_columns and scores.at.dim() in (3, 4) and bias.at.dim() == 3
+        is_changed = scores.p is not None or scores.is_masked or scores.masking.bias
+        if is_changed or not is_last or not is_whole:
+            raise Unknown("its scores are changed")
+        masking = scores.masking._replace(
+            bias=bias.name, is_last=self.more > 0, is_flat=scores.at.dim() == 3
+        )
+        return dataclasses.replace(scores, masking=masking)
+
+    def added(self, rows: Rows, other: Given) -> Rows:
+        """A sum behind attention with an argument of the call."""
+        if other.element is not None or other.name in (MASK, TABLES, *CACHES):
+            raise Unknown(f"{other.name} is added")
+        return self.behind(rows, ("sum", other.name), rows.at.shape[-1])
 
     def softmax(self, scores: Scores, dim: Any = None, dtype: Any = None) -> Scores:
         if scores.p is not None or dim != -1 or not scores.has_columns:
@@ -608,9 +634,10 @@ def read_attention(module: nn.Module, function: Any) -> Reading:
 def _read(module: nn.Module, function: Any) -> tuple[dict[Any, Any], Reading | str]:
     looks: dict[Any, Any] = {}
     reasons: list[str] = []
+    more: int | None = None
 
     def run(*args: Any, **options: Any) -> Reading | None:
-        reader = _Reader(module, function, *args, **options)
+        reader = _Reader(module, function, *args, **options, more=more)
         reader.looks = looks
         try:
             return reader.read()
@@ -624,17 +651,23 @@ def _read(module: nn.Module, function: Any) -> tuple[dict[Any, Any], Reading | s
         if masked is None or other is None:
             found = masked or other
             none = {MASK} if masked is None and MASK in defaults else frozenset()
-            return found and found._replace(needs_mask=other is None, absent=found.absent | none)
-        common = other._replace(
-            is_clamped=masked.is_clamped,
-            mask_is_sized=masked.mask_is_sized,
-            absent=masked.absent | other.absent,
-        )
+            return found and found._replace(
+                masking=found.masking._replace(is_needed=other is None),
+                absent=found.absent | none,
+            )
+        common = other._replace(masking=masked.masking, absent=masked.absent | other.absent)
         same = common._replace(is_causal=masked.is_causal, absent=masked.absent)
         return common if same == masked else None
 
     defaults = inspect.signature(function).parameters
-    found = read(0)
+    found: Reading | None = None
+    # A bias may have more columns than there are keys, or as many, or be absent.
+    for one in (3, 0, None) if defaults.keys() & set(BIASES) else (None,):
+        more = one
+        reasons.clear()
+        found = read(0)
+        if found is not None and bool(found.masking.bias) is (more is not None):
+            break
     if found is None:
         return looks, (reasons or ["it asks for its mask"])[0]
     if read(1) != found._replace(p=0.0):

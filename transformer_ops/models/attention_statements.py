@@ -15,7 +15,7 @@ import operator
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,15 +24,18 @@ from .reads import value_of_name
 from .statements import body_of, function_of
 
 __all__ = [
+    "BIASES",
     "CACHES",
     "MASK",
     "PLAIN",
     "TABLES",
     "UNKNOWN",
     "WEIGHTS",
+    "Bias",
     "Frame",
     "Given",
     "Interface",
+    "Masking",
     "Numbers",
     "Owned",
     "Path",
@@ -44,6 +47,7 @@ __all__ = [
 Path = tuple[str, ...]
 CACHES = ("cache", "past_key_values", "layer_past")
 TABLES, MASK = "position_embeddings", "attention_mask"
+BIASES = ("alibi", "position_bias")
 
 
 class Unknown(Exception):
@@ -84,6 +88,39 @@ class Numbers(Rows):
 
 
 @dataclass(eq=False)
+class Bias(Rows):
+    """Numbers that are added to scores, the same for each query: which column each is from. An
+    argument of the call."""
+
+    name: str
+
+
+class Masking(NamedTuple):
+    """How scores by hand are masked.
+
+    Attributes:
+        is_clamped: masked scores are raised to the least number.
+        is_filled: a mask of booleans says which scores are the least number.
+        is_sized: a mask is the same for all heads, and has as many rows as columns.
+        is_needed: a call has to have a mask.
+        bias: an argument that is added to scores; empty for none.
+        is_last: the last columns of it are, which may be more than keys.
+        is_flat: its first dimension is that of heads of all sequences.
+    """
+
+    is_clamped: bool = False
+    is_filled: bool = False
+    is_sized: bool = False
+    is_needed: bool = False
+    bias: str = ""
+    is_last: bool = False
+    is_flat: bool = False
+
+
+_UNMASKED = Masking()
+
+
+@dataclass(eq=False)
 class Scores(Rows):
     """Products of queries and keys, or their softmax: where each of them is."""
 
@@ -91,7 +128,7 @@ class Scores(Rows):
     key: Rows
     scale: float = 1.0
     is_masked: bool = False
-    is_clamped: bool = False
+    masking: Masking = _UNMASKED
     p: float | None = None  # None before the softmax
     dropout: Path = ()
 
@@ -278,7 +315,7 @@ class Frame:
     def _BinOp(self, node: ast.BinOp) -> Any:
         first, second = self.value(node.left), self.value(node.right)
         kind = type(node.op)
-        if isinstance(second, Rows) and kind is ast.Mult:
+        if isinstance(second, Rows) and (kind is ast.Mult or isinstance(first, Given | Bias)):
             first, second = second, first
         is_number = isinstance(second, int | float)
         if isinstance(first, Numbers) and (is_number or isinstance(second, Numbers)):
@@ -291,11 +328,17 @@ class Frame:
         if isinstance(first, Rows) and kind is ast.MatMult:
             return self.reader.product(first, second)
         if isinstance(first, Scores):
-            if is_number and kind in (ast.Mult, ast.Div) and not first.is_masked:
+            if is_number and kind in (ast.Mult, ast.Div):
                 return self.reader.scaled(first, _OPERATORS[kind](1.0, second))
-            if second == Given(MASK) and kind is ast.Add:
-                return self.reader.masked(first)
+            if isinstance(second, Bias) and kind is ast.Add:
+                return self.reader.biased(first, second)
+            if kind is ast.Add:
+                return self.reader.masked(first, second)
             raise Unknown("its scores are changed")
+        if isinstance(first, Bias):
+            raise Unknown("its bias is changed")
+        if type(first) is Rows and isinstance(second, Given) and kind is ast.Add:
+            return self.reader.added(first, second)
         if isinstance(first, Rows) and is_number and kind in (ast.Mult, ast.Div):
             return self.reader.with_step(first, ("scale", _OPERATORS[kind](1.0, second)))
         if kind not in _OPERATORS:
@@ -367,7 +410,7 @@ class Frame:
         if function is nn.functional.dropout and len(args) == 1 and isinstance(args[0], Rows):
             if isinstance(args[0], Scores):
                 return reader.dropped(args[0], kwargs["p"] if kwargs["training"] else 0.0)
-            return self.dropout(node, args[0], kwargs)
+            return args[0] if kwargs.get("p") == 0 else self.dropout(node, args[0], kwargs)
         if any(function is one for one in _PRODUCTS):
             return reader.product(*args)
         if any(function is one for one in _SOFTMAX) and isinstance(args[0], Scores):
@@ -378,7 +421,8 @@ class Frame:
             return LEAST
         if function is torch.max and len(args) == 2 and args[1] is LEAST:
             if isinstance(args[0], Scores) and args[0].p is None:
-                return replace(args[0], is_clamped=True)
+                masking = args[0].masking._replace(is_clamped=True)
+                return replace(args[0], masking=masking)
         if any(function is one for one in _JOINS):
             return self.joined(function, args, kwargs)
         if any(function is one for one in _PURE):
@@ -417,11 +461,18 @@ class Frame:
                 return owner
             if name == "softmax" and isinstance(owner, Scores):
                 return reader.softmax(owner, *args, **kwargs)
+            if name == "masked_fill" and isinstance(owner, Scores) and args[1:] == [LEAST]:
+                return reader.masked(owner, args[0], is_filled=True)
+            if name == "baddbmm" and isinstance(owner, Bias) and kwargs.pop("beta", 1) == 1:
+                factor, factors = kwargs.pop("alpha", 1), (*args, *kwargs.values())
+                return reader.biased(reader.scaled(reader.product(*factors), factor), owner)
             if name in _VIEWS:
                 return self.joined(getattr(Tensor, name), (owner, *args), kwargs)
             raise Unknown(f"{name} of a tensor is not known")
         if owner == Given(MASK) and name == "size" and not args:
             return reader.mask_size()
+        if isinstance(owner, Given) and owner.name in CACHES and name == "get_seq_length":
+            return 0
         if isinstance(owner, Given) and owner.name in CACHES and name == "update":
             if reader.cached or args[2] != reader.attribute(("layer_idx",)):
                 raise Unknown("its cache is filled in another way")

@@ -30,6 +30,7 @@ from ..ops.make_extra_output import MakeExtraOutput
 from ..ops.norm import LayerNorm, RMSNorm
 from ..ops.packed_linear import PackedLinear
 from ..ops.rope import RoPE
+from .attention_ops import AddArgument
 from .rules import FuseSkip
 
 __all__ = ["Routed", "Widths", "width_of", "widths_of"]
@@ -111,7 +112,7 @@ def widths_of(ops: Iterable[nn.Module]) -> Widths | Routed | None:
             if width is None and divisor > 1:
                 raise FuseSkip("the sum is of rows of an unknown width")
             if channel is None:
-                others.append(width)
+                others += [] if isinstance(op, AddArgument) else [width]
             elif channel in channels and (channels[channel] or first) != (width or first):
                 raise FuseSkip(f"the sum broadcasts rows of {width}")
         elif isinstance(op, _HALF):
