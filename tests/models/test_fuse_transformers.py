@@ -260,9 +260,12 @@ def test_loss_gradients_and_state_dict(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *("Llama", "Gemma3", "GPT2", "GPTNeoX", "Bert", "DistilBert"),
+        *("Llama", "Gemma3", "GPT2", "GPTNeoX", "Bert", "DistilBert", "RemBert", "Bloom"),
         # They have the rules of Llama and GPT2.
-        *(pytest.param(n, marks=pytest.mark.slow) for n in ("OPT", "StableLm", "Dinov2")),
+        *(
+            pytest.param(n, marks=pytest.mark.slow)
+            for n in ("OPT", "StableLm", "Dinov2", "CodeGen")
+        ),
     ],
 )
 def test_compiled(name: str) -> None:

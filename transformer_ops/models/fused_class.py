@@ -202,7 +202,7 @@ class FusedModule(nn.Module):
         if given.cache is not None:
             output, rows = output
             attention.call.fill(attention.module, given.cache, rows)
-        return (output, None) if region.gives_pair else output
+        return (output, None) if region.state.gives_pair else output
 
     def _replicate_for_data_parallel(self) -> Any:
         replica = super()._replicate_for_data_parallel()

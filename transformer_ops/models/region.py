@@ -81,6 +81,8 @@ class State:
         self.reason = "not called yet"
         # With attention, the ops for each choice of its calls.
         self.attention: BorrowedAttention | None = None
+        # Whether the statements give all its results, as a pair.
+        self.gives_pair = False
         self.variants: dict[AttentionChoice, Sequential] = {}
         self.widths: Widths | Routed | None = None
         self.captures: list[Captures] = []
@@ -186,13 +188,6 @@ class Region:
                 self._look(module)
         return self.state.sequential is not None
 
-    @property
-    def gives_pair(self) -> bool:
-        """Whether the statements give all results of an attention module, as a pair."""
-        given, attention = arguments_in(self.names), self.state.attention
-        is_whole = given is not None and not given.is_first
-        return is_whole and attention is not None and attention.call.gives_pair
-
     def forget(self) -> None:
         """Has the next call look again, and lets go of the modules that the last look saw."""
         self.state, self._states = _NO_STATE, []
@@ -275,7 +270,9 @@ class Region:
             ops = self._make_watched(state.guards, module)
             _leave_guards_to_region(ops, [module, *parts])
             state.sequential = _sequential_of(module, ops)
-            state.attention = attention_in(ops)
+            given, attention = arguments_in(self.names), attention_in(ops)
+            state.attention, is_whole = attention, given is not None and not given.is_first
+            state.gives_pair = is_whole and attention is not None and attention.call.gives_pair
             state.widths = widths_of(ops)
             state.captures = [found for one in parts if (found := captures_of(one))]
             state.in_4_bits = [
