@@ -160,6 +160,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, int]]] = {
     # Norms of queries and keys behind the rotation.
     "HunYuanDenseV1": (causal("HunYuanDenseV1", head_dim=8), LLAMA),
     "Exaone4": (causal("Exaone4", head_dim=8), LLAMA),
+    # Norms without weights, those of queries and keys behind the rotation.
+    "NanoChat": (causal("NanoChat"), {"sum": 4}),
     # A norm between attention and its product.
     "BitNet": (causal("BitNet"), LLAMA),
     # All heads share keys and values.

@@ -21,7 +21,6 @@ from ..modules.views import (
     BorrowedProduct,
     BorrowedRMSNorm,
     is_torch,
-    view,
     weight_of,
 )
 from ..op.base import FusibleOperation
@@ -46,7 +45,7 @@ from .attention_ops import (
 )
 from .attention_reading import Reading, part_behind, product, reach, read_attention
 from .attention_statements import CACHES, MASK, TABLES
-from .norms import norm
+from .norms import norm_of_heads
 from .parts import dtypes_of, linear, part, products
 from .pattern import Names
 from .rules import FuseSkip
@@ -429,18 +428,17 @@ def _side_by_side(layers: Sequence[nn.Module], found: Sequence[nn.Linear]) -> Fu
 def _norms_of(
     modules: Sequence[nn.Module], attention: BorrowedAttention, is_whole: bool
 ) -> BorrowedQKNorm:
-    found = [view(one) if is_torch(one, nn.RMSNorm) else norm(one) for one in modules]
-    query, key = found
-    if not isinstance(query, BorrowedRMSNorm) or not isinstance(key, BorrowedRMSNorm):
-        raise FuseSkip(f"{name_of(modules[0])} is no RMS norm that ops know")
     widths = [attention.head_dim] * 2
     if is_whole:
         widths = list(attention.call.widths(attention.module))
+    query, key = map(norm_of_heads, modules, widths)
+    if not isinstance(query, BorrowedRMSNorm) or not isinstance(key, BorrowedRMSNorm):
+        raise FuseSkip(f"{name_of(modules[0])} is no RMS norm that ops know")
     if [one.normalized_shape for one in (query, key)] != [(width,) for width in widths]:
         raise FuseSkip("its norms of queries and keys have other weights")
     same = (query.eps, query.zero_centered_gamma) == (key.eps, key.zero_centered_gamma)
-    if query.weight is None or key.weight is None or not same:
-        raise FuseSkip("its norms of queries and keys differ, or have no weight")
+    if (query.weight is None) != (key.weight is None) or not same:
+        raise FuseSkip("its norms of queries and keys differ")
     return BorrowedQKNorm(query, key, attention, is_whole)
 
 

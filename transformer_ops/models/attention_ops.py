@@ -328,19 +328,32 @@ class BorrowedQKNorm(Borrowed, QKNorm):
     def _owners(self) -> list[nn.Module]:
         return [one._parameter_owner for one in self.__dict__["_norms"]]
 
+    @property
+    def _has_weights(self) -> bool:
+        return self.__dict__["_norms"][0].weight is not None
+
     def _tensors_of_owner(self) -> tuple[str, ...]:
-        return ("weight",)
+        return ("weight",) if self._has_weights else ()
 
     def _tensor_places(self) -> list[tuple[nn.Module, str]]:
-        return [(owner, "weight") for owner in self._owners()]
+        if self._has_weights:
+            return [(owner, "weight") for owner in self._owners()]
+        return [(self, name) for name in self._tensor_names()]
 
     @property
-    def q_weight(self) -> nn.Parameter:  # type: ignore[override]
-        return self.__dict__["_norms"][0].weight
+    def q_weight(self) -> Tensor:  # type: ignore[override]
+        return self._weight(0)
 
     @property
-    def k_weight(self) -> nn.Parameter:  # type: ignore[override]
-        return self.__dict__["_norms"][1].weight
+    def k_weight(self) -> Tensor:  # type: ignore[override]
+        return self._weight(1)
+
+    def _weight(self, i: int) -> Tensor:
+        norm = self.__dict__["_norms"][i]
+        if norm.weight is not None:
+            return norm.weight  # type: ignore[no-any-return]
+        rows = next(self.__dict__["_attention"].module.parameters())
+        return rows.new_ones(norm.normalized_shape)
 
     @property
     def eps(self) -> float | None:  # type: ignore[override]

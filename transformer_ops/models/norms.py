@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..modules.views import BorrowedLayerNorm, BorrowedRMSNorm
+from ..modules.views import BorrowedLayerNorm, BorrowedRMSNorm, is_torch, view
 from ..op.base import FusibleOperation
 from ..op.borrowed import class_of
 from .pattern import Names, Pattern
@@ -21,7 +21,7 @@ from .rules import FuseSkip
 from .statements import function_of
 from .whole import check_number, find, name_of, names_in, patterns
 
-__all__ = ["NORMS_OF_INPUT_DTYPE", "NORMS_THAT_PROMOTE", "norm"]
+__all__ = ["NORMS_OF_INPUT_DTYPE", "NORMS_THAT_PROMOTE", "norm", "norm_of_heads"]
 
 # These round before the scale, or behind it, or both; ours rounds once, behind it.
 _WRITTEN_OUT = (
@@ -61,6 +61,8 @@ Y = self._norm(H.float())
 Y = Y * (1.0 + self.weight.float())
 return Y.type_as(H)
 """
+# Of heads of any width: no weight.
+_WITHOUT_WEIGHT = Pattern("return self._norm(H.float()).type_as(H)")
 _CENTERED_METHOD = Pattern(
     "return H * torch.rsqrt(H.pow(2).mean(-1, keepdim=True) + self.any_eps)",
 )
@@ -288,6 +290,30 @@ _NORMS: tuple[tuple[tuple[Pattern, ...], Callable[[Any, Names], FusibleOperation
     ),
     (patterns(_FAST_NORM_OF_CHANNELS, _NORM_OF_CHANNELS_IN_FLOAT32), _of_channels),
 )
+
+
+class _PlainRMSNorm(BorrowedRMSNorm):
+    """An RMSNorm without a weight, which takes rows of any width."""
+
+    weight = None
+    normalized_shape = ()
+
+    def __init__(self, owner: nn.Module, eps: str, width: int) -> None:
+        super().__init__(owner, eps)
+        self.__dict__["normalized_shape"] = (width,)
+
+
+def norm_of_heads(module: Any, width: int) -> FusibleOperation | None:
+    """The op of a norm of rows of this width; None for another module."""
+    if is_torch(module, nn.RMSNorm):
+        return view(module)
+    if find(module, (_WITHOUT_WEIGHT,)) is None:
+        return norm(module)
+    found = _CENTERED_METHOD.match_all(function_of(type(module)._norm))
+    if found is None:
+        return None
+    check_number(module, found["eps"])
+    return _PlainRMSNorm(module, found["eps"], width)
 
 
 def norm(module: Any) -> FusibleOperation | None:
