@@ -1,6 +1,7 @@
 """What `tops.fuse` does to the model classes of transformers, each from a small configuration.
 
     python benchmarks/families.py [--kind causal] [--only llama,gemma2] [--out FILE.json]
+    python benchmarks/families.py --record    # for the table in docs/models.md
 
 Every family of a kind is built with random weights, fused, and compared with the plain model: the
 loss and all gradients, and the bytes that forward saves for backward. A row says what the rules
@@ -28,6 +29,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import transformers
+from suite import pages
 from torch import Tensor, nn
 from tqdm import tqdm
 from transformers.models.auto import modeling_auto
@@ -207,12 +209,33 @@ def survey(kind: str, only: Iterable[str]) -> list[FamilyRow]:
     return rows
 
 
+def record(rows: Sequence[FamilyRow]) -> None:
+    """Writes the families into the record, and into the page."""
+    keys = ("name", "attention", "saved", "error", "rules")
+    found = [{key: row._asdict()[key] for key in keys} for row in rows]
+    for row in found:
+        row["rules"] = dict(row["rules"])
+        row["saved"], row["error"] = round(row["saved"], 3), float(f"{row['error']:.1e}")
+    lines = ",\n".join(json.dumps(row) for row in found)
+    version = json.dumps(transformers.__version__)
+    text = f'{{"transformers": {version}, "rows": [\n{lines}\n]}}\n'
+    pages.FAMILIES.write_text(text, encoding="utf-8")
+    page = pages.MODELS.read_text(encoding="utf-8")
+    made = f"<!-- bench families -->\n{pages.families(json.loads(text))}\n<!-- /bench -->"
+    pages.MODELS.write_text(pages.MARKED.sub(lambda _: made, page), encoding="utf-8")
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kind", choices=KINDS, default="causal")
     parser.add_argument("--only", default="", help="names, with commas between them")
     parser.add_argument("--out", type=Path, help="a JSON file of all rows")
+    parser.add_argument(
+        "--record", action="store_true", help="writes all causal families into docs/models.md"
+    )
     options = parser.parse_args(arguments)
+    if options.record and (options.only or options.kind != "causal"):
+        raise SystemExit("--record must be of all causal families, got --only or another --kind")
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     logging.disable()
@@ -225,6 +248,8 @@ def main(arguments: list[str] | None = None) -> None:
     built = [row for row in rows if not row.failed]
     if not built:
         return
+    if options.record:
+        record(built)
     count = sum(row.attention > 0 for row in built)
     saved = statistics.median(row.saved for row in built)
     error = max(row.error for row in built)

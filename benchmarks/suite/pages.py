@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +16,9 @@ from .results import Results
 PAGE = ROOT / "docs" / "measurements.md"
 SUMMARY = ROOT / "docs" / "performance.md"
 README = ROOT / "README.md"
+MODELS = ROOT / "docs" / "models.md"
+# What families.py --record wrote.
+FAMILIES = ROOT / "benchmarks" / "families.json"
 MARKED = re.compile(r"(<!-- bench (.+?) -->\n)(.*?)(<!-- /bench -->)", re.DOTALL)
 UNKNOWN = "*Not measured yet: `make bench ARGS=--record` fills this in.*"
 
@@ -119,6 +124,36 @@ def _models_in_short(results: Results) -> str:
     )
 
 
+def families(record: dict[str, Any]) -> str:
+    """The families of causal models, for the page about whole models."""
+    rows = sorted(record["rows"], key=lambda row: (row["attention"] == 0, row["name"]))
+    table = tables.Table(
+        ["family", "attention", "saved", "parts"],
+        [
+            [
+                row["name"],
+                str(row["attention"] or "-"),
+                f"{row['saved']:.2f}",
+                ", ".join(f"{count} {rule}" for rule, count in row["rules"].items()),
+            ]
+            for row in rows
+        ],
+    )
+    count = sum(row["attention"] > 0 for row in rows)
+    error = max(row["error"] for row in rows)
+    saved = statistics.median(row["saved"] for row in rows)
+    return "\n".join(
+        [
+            f"Of {len(rows)} families of causal models of transformers {record['transformers']}, "
+            f"{count} have attention in a plan.",
+            f"Forward saves {saved:.2f} of the plain model's bytes in the median, and the largest "
+            f"error of a gradient is {error:.0e}.",
+            "",
+            table.markdown(),
+        ]
+    )
+
+
 PARTS: dict[str, Callable[[Results], str]] = {
     "products in short": _products_in_short,
     "machine": lambda results: caption(results.about) + ".",
@@ -142,6 +177,7 @@ PARTS: dict[str, Callable[[Results], str]] = {
     "models": lambda results: _limited(results, "models"),
     "models in short": _models_in_short,
     "calls": lambda results: _calls(results),
+    "families": lambda _: families(json.loads(FAMILIES.read_text(encoding="utf-8"))),
     "in short": lambda results: _in_short(results),
 }
 
@@ -158,6 +194,6 @@ def rendered(text: str, results: Results) -> str:
 
 def write(results: Results) -> None:
     """Write the numbers into the pages."""
-    for page in (PAGE, SUMMARY, README):
+    for page in (PAGE, SUMMARY, README, MODELS):
         text = page.read_text(encoding="utf-8")
         page.write_text(rendered(text, results), encoding="utf-8")

@@ -346,16 +346,17 @@ def test_a_page_takes_tables_between_its_marks() -> None:
     assert made.endswith("<!-- /bench -->\n")
 
 
+PAGES = (pages.PAGE, pages.SUMMARY, pages.README, pages.MODELS)
+
+
 def test_every_part_of_the_record_has_its_place() -> None:
-    texts = (page.read_text(encoding="utf-8") for page in (pages.PAGE, pages.SUMMARY, pages.README))
+    texts = (page.read_text(encoding="utf-8") for page in PAGES)
     shown = [found[2] for text in texts for found in pages.MARKED.finditer(text)]
     assert sorted(shown) == sorted(pages.PARTS)
     assert set(bench.LIMITED) <= set(shown)
 
 
-@pytest.mark.parametrize(
-    "page", [pages.PAGE, pages.SUMMARY, pages.README], ids=lambda page: page.name
-)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_page_shows_what_is_recorded(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert [found[2] for found in pages.MARKED.finditer(text)]
@@ -475,7 +476,7 @@ def test_a_part_of_the_record_replaces_that_part_alone(
     for module in (bench, rows):
         monkeypatch.setattr(module, "RECORDED", recorded)
     monkeypatch.setattr(pages, "PAGE", page)
-    for name in ("README", "SUMMARY"):
+    for name in ("README", "SUMMARY", "MODELS"):
         monkeypatch.setattr(pages, name, page)
     before = Results.read(recorded)
     calls = {**(before.calls or {}), "about": {**ABOUT, "cpu": "a new CPU"}, bench.WORSE: []}

@@ -26,6 +26,12 @@ def test_a_row(tmp_path: Path) -> None:
     assert "1 of 1 have attention in a plan" in done.stdout
 
 
+def test_the_record_is_of_all_families() -> None:
+    done = run("--only", "llama", "--record")
+    assert done.returncode == 1
+    assert "--record must be of all causal families, got --only" in done.stderr
+
+
 def test_a_family_that_is_not_there() -> None:
     done = run("--only", "llama,lama")
     assert done.returncode == 1

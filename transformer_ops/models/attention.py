@@ -76,8 +76,8 @@ class TransformersAttention(AttentionCall):
 
     def __init__(self, module: nn.Module, reading: Reading, called: nn.Module) -> None:
         self.reading, self.key_factor = reading, reading.key_factor
-        names = tuple(inspect.signature(class_of(called).forward).parameters)
-        self._first, self._parameters = names[1], names[2:]
+        _, self._first, *others = inspect.signature(class_of(called).forward).parameters
+        self._others = tuple(others)
         self._interface = reading.interface
         self._sdpa = None if self._interface is None else known_sdpa(self._interface)
         if self._interface is not None and self._sdpa is None:
@@ -155,17 +155,8 @@ class TransformersAttention(AttentionCall):
         return _side_by_side(layers, found)
 
     def inputs(
-        self,
-        module: Any,
-        input: Tensor,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        gives_weights: bool,
+        self, module: Any, input: Tensor, given: Mapping[str, Any], gives_weights: bool
     ) -> AttentionInputs | None:
-        given = {**dict(zip(self._parameters, args, strict=False)), **kwargs}
-        # The tensor that ops take has another name.
-        if self._first in kwargs:
-            return None
         for name in (*_UNKNOWN, *self.reading.absent):
             value = None if name == self.reading.masking.bias else given.get(name)
             if value is not None and value is not False:
@@ -210,7 +201,7 @@ class TransformersAttention(AttentionCall):
                 return None
         elif masking.is_filled:
             return None
-        sums = tuple(given.get(name) for kind, name in reading.after if kind == "sum")
+        sums: list[Any] = [given.get(name) for kind, name in reading.after if kind == "sum"]
         if not all(isinstance(one, Tensor) and one.shape == input.shape for one in sums):
             return None
         tables: tuple[Tensor, ...] = ()
@@ -231,7 +222,8 @@ class TransformersAttention(AttentionCall):
         """The bias of scores and the mask in one; None if ops do not compute it."""
         masking, heads, length = self.reading.masking, self.reading.heads, input.shape[-2]
         is_known = isinstance(bias, Tensor) and bias.dim() == 3 and bias.dtype == input.dtype
-        if not is_known or bias.requires_grad or bias.shape[0] % heads or bias.shape[1] != 1:
+        count = heads * (input.shape[0] if masking.is_flat else 1)
+        if not is_known or bias.requires_grad or bias.shape[:2] != (count, 1):
             return None
         if bias.shape[2] < length or (bias.shape[2] > length and not masking.is_last):
             return None
@@ -275,8 +267,8 @@ _joined_masks = WeakTensorKeyDictionary()
 
 
 # Those of transformers that give back what an empty one is given.
-_LAYERS = ("DynamicLayer", "DynamicSlidingWindowLayer", "LinearAttentionAndFullAttentionLayer")
-_LAYERS += ("LinearAttentionAndSlidingWindowAttentionLayer",)
+_LAYERS = {"DynamicLayer", "DynamicSlidingWindowLayer", "LinearAttentionAndFullAttentionLayer"}
+_LAYERS |= {"LinearAttentionAndSlidingWindowAttentionLayer"}
 
 
 def _is_empty(cache: Any, layer: int) -> bool:
@@ -315,7 +307,7 @@ class TimmAttention(AttentionCall):
         self._may_rotate = "prefix" in names
         if self._may_rotate:
             check_rotation_of_timm(class_of(module).forward.__globals__)
-        self._parameters = tuple(inspect.signature(class_of(module).forward).parameters)[2:]
+        self._others = tuple(inspect.signature(class_of(module).forward).parameters)[2:]
 
     def rotary_dims(self, module: Any) -> list[int | None]:
         return [None, module.head_dim] if self._may_rotate else [None]
@@ -377,14 +369,8 @@ class TimmAttention(AttentionCall):
         return [BorrowedProduct(packed), JoinedBias(module, biases)]
 
     def inputs(
-        self,
-        module: Any,
-        input: Tensor,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        gives_weights: bool,
+        self, module: Any, input: Tensor, given: Mapping[str, Any], gives_weights: bool
     ) -> AttentionInputs | None:
-        given = {**dict(zip(self._parameters, args, strict=False)), **kwargs}
         mask, is_causal = given.get("attn_mask"), given.get("is_causal", False)
         if gives_weights or (mask is not None and is_causal):
             return None

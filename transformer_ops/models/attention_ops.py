@@ -102,16 +102,20 @@ class AttentionCall:
         choice = (True, False, rotary_dim, cache is not None, is_plain)
         return AttentionInputs(choice, (*tables, mask), cache)
 
+    # The name of the argument that ops take, and those of the others.
+    _first: str = ""
+    _others: tuple[str, ...] = ()
+
+    def given(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
+        """The arguments of a call behind the first one, by name; None if that one is, too."""
+        named = dict(zip(self._others, args, strict=False))
+        return None if self._first in kwargs else {**named, **kwargs}
+
     def inputs(
-        self,
-        module: Any,
-        input: Tensor,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        gives_weights: bool,
+        self, module: Any, input: Tensor, given: Mapping[str, Any], gives_weights: bool
     ) -> AttentionInputs | None:
-        """What the ops take for a call of the module with these arguments behind the first one, for
-        which ops take an input with as many rows; None if its statements have to run."""
+        """What the ops take for a call of the module with these arguments, where they take an input
+        with as many rows; None if its statements have to run."""
         raise NotImplementedError
 
     def functions(self) -> list[Any]:
@@ -351,7 +355,7 @@ class BorrowedQKNorm(Borrowed, QKNorm):
     def _weight(self, i: int) -> Tensor:
         norm = self.__dict__["_norms"][i]
         if norm.weight is not None:
-            return norm.weight  # type: ignore[no-any-return]
+            return norm.weight
         rows = next(self.__dict__["_attention"].module.parameters())
         return rows.new_ones(norm.normalized_shape)
 

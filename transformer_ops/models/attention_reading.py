@@ -637,7 +637,7 @@ def _read(module: nn.Module, function: Any) -> tuple[dict[Any, Any], Reading | s
     more: int | None = None
 
     def run(*args: Any, **options: Any) -> Reading | None:
-        reader = _Reader(module, function, *args, **options, more=more)
+        reader = _Reader(module, function, *args, **{**options, "more": more})
         reader.looks = looks
         try:
             return reader.read()

@@ -177,7 +177,8 @@ class FusedModule(nn.Module):
         if weights is None:
             weights = any(self.__dict__.get(name) for name in HOOKS)
         weights = weights and attention.call.gives_pair
-        found = attention.call.inputs(attention.module, input, args, kwargs, weights)
+        call, named = attention.call, attention.call.given(args, kwargs)
+        found = None if named is None else call.inputs(attention.module, input, named, weights)
         if found is None:
             return None
         sequential = region.state.variants.get(found.choice)

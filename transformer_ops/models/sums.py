@@ -55,8 +55,9 @@ def _steps(
             raise FuseUnfit(str(skip)) from None
         raise
     given, attention = arguments_in({name: names[name]}), attention_in(found)
-    is_pair = given is not None and attention is not None and attention.call.gives_pair
-    if is_pair and not given.is_first and not (may_pair and given in steps.list[-1][1].values()):
+    is_pair = given is not None and not given.is_first
+    is_pair &= attention is not None and attention.call.gives_pair
+    if is_pair and not (may_pair and given in steps.list[-1][1].values()):
         raise FuseUnfit(f"all results of attention are taken in {steps}")
     if count_products(found) < products:
         raise FuseUnfit(f"{steps} has fewer than {products} products")
