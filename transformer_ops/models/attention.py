@@ -266,7 +266,7 @@ def _joined(scores: Tensor, mask: Tensor) -> Tensor:
 _joined_masks = WeakTensorKeyDictionary()
 
 
-# Those of transformers that give back what an empty one is given.
+# These layers of caches give back what they are given while they are empty.
 _LAYERS = {"DynamicLayer", "DynamicSlidingWindowLayer", "LinearAttentionAndFullAttentionLayer"}
 _LAYERS |= {"LinearAttentionAndSlidingWindowAttentionLayer"}
 

@@ -61,7 +61,7 @@ Y = self._norm(H.float())
 Y = Y * (1.0 + self.weight.float())
 return Y.type_as(H)
 """
-# Of heads of any width: no weight.
+# The norm of heads has no weight, and takes any width.
 _WITHOUT_WEIGHT = Pattern("return self._norm(H.float()).type_as(H)")
 _CENTERED_METHOD = Pattern(
     "return H * torch.rsqrt(H.pow(2).mean(-1, keepdim=True) + self.any_eps)",
