@@ -146,8 +146,8 @@ def families(record: dict[str, Any]) -> str:
         [
             f"Of {len(rows)} families of causal models of transformers {record['transformers']}, "
             f"{count} have attention in a plan.",
-            f"Forward saves {saved:.2f} of the plain model's bytes in the median, and the largest "
-            f"error of a gradient is {error:.0e}.",
+            f"Forward saves {saved:.2f} of the plain model's bytes in the median.",
+            f"The largest error of a gradient is {error:.0e}.",
             "",
             table.markdown(),
         ]

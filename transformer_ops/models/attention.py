@@ -199,8 +199,6 @@ class TransformersAttention(AttentionCall):
             mask = self._with_bias(given.get(masking.bias), mask, input)
             if mask is None:
                 return None
-        elif masking.is_filled:
-            return None
         sums: list[Any] = [given.get(name) for kind, name in reading.after if kind == "sum"]
         if not all(isinstance(one, Tensor) and one.shape == input.shape for one in sums):
             return None

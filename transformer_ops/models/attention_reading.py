@@ -400,7 +400,8 @@ class _Reader:
 
     def masked(self, scores: Scores, mask: Any, is_filled: bool = False) -> Scores:
         is_whole = scores.has_columns and scores.at.dim() == 4 and mask == Given(MASK)
-        if scores.p is not None or scores.is_masked or not is_whole:
+        is_known = not is_filled or scores.masking.bias  # the bias has the dtype of what is filled
+        if scores.p is not None or scores.is_masked or not is_whole or not is_known:
             raise Unknown("its scores are changed")
         masking = scores.masking._replace(is_filled=is_filled)
         return dataclasses.replace(scores, is_masked=True, masking=masking)
