@@ -46,8 +46,8 @@ LITGPT := litgpt==0.5.13
 
 # Files of tests side by side, the slowest first: most of their time is one thread of a compiler. Threads
 # that wait for their next loop must not take the cores from the tests beside them: small products take
-# 20 times as long.
-PYTEST := env OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -q -n auto --maxprocesses 4 \
+# 20 times as long. Inductor compiles in each of them: a process that only compiles begins with imports.
+PYTEST := env OMP_WAIT_POLICY=PASSIVE TORCHINDUCTOR_COMPILE_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 4 \
     --dist loadfile --no-loadscope-reorder
 
 # Every part runs, and the last lines list what failed in all of them.

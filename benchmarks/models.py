@@ -30,11 +30,9 @@ from torch import Tensor, nn
 import transformer_ops as tops
 
 CPU = torch.device("cpu")
+# Each architecture is there once, and each kind of adapters.
 QUICK = (
     "Llama h512 f1376, 4 layers, 512 tokens",
-    "MiniLM shape, 16 x 128 tokens, dropout 0.1",
-    "ViT-S/16, 8 images",
-    "Llama h512 f1376, 4 layers, 512 tokens, LoRA on all linear layers",
     "MiniLM shape, 16 x 128 tokens, dropout 0.1, LoRA on q and v",
     "ViT-S/16, 8 images, LoRA on all linear layers, base as nf4",
 )
