@@ -192,6 +192,17 @@ def test_weights_that_only_some_calls_want(name: str) -> None:
         torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-5)
 
 
+def test_tables_narrower_than_heads() -> None:
+    """Llama's are of whole heads: an edit that makes heads wider raises, as in the statements."""
+    model = make("Llama")
+    tops.fuse(model)
+    model(TOKENS)
+    for layer in model.model.layers:
+        layer.self_attn.head_dim *= 2
+    with pytest.raises(RuntimeError, match="must match the size"):
+        model(TOKENS)
+
+
 @pytest.mark.parametrize("name", ["Mpt", "Bloom"])
 def test_biases_of_scores(name: str) -> None:
     """Ops take them with the mask, except those that train, and those of another dtype."""

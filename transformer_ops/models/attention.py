@@ -209,6 +209,8 @@ class TransformersAttention(AttentionCall):
             if len(tables) != 2:
                 return None
             cos, sin, rotary_dim = reading.rotation.of(*tables)
+            if rotary_dim != (reading.rotation.width or rotary_dim):
+                return None  # the statements raise
             tables = cos, sin
         if mask is None:
             choice = (False, bool(is_causal), rotary_dim, cache is not None, False)

@@ -23,12 +23,14 @@ class Rotation(NamedTuple):
             number for each pair.
         is_swapped: sines come before cosines.
         is_reversed: by the angle the other way.
+        width: that of a head, where tables have to be of all its numbers; else 0.
     """
 
     is_interleaved: bool
     tables: str
     is_swapped: bool
     is_reversed: bool
+    width: int = 0
 
     def of(self, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor, int]:
         """What the op takes for two tables, and how many numbers of a head it rotates."""
@@ -80,7 +82,7 @@ def kind_of_rotation(
         return torch.rand(shape, generator=generator, dtype=torch.float64)
 
     width = rows[0].at.shape[-1]
-    kinds, is_tried = _KINDS, False
+    kinds, taken = _KINDS, []
     for n in sorted({width, width // 2, width // 4 * 2} - {0}):
         tables = [Numbers(some(reader.batch, reader.length, n)) for _ in range(2)]
         numbers = {id(one): Numbers(some(*one.at.shape)) for one in rows}
@@ -102,7 +104,7 @@ def kind_of_rotation(
         places = [reader.row_of(one) for one in rows]
         if any(not one.eq(one[..., :1]).all() for one in places):
             return None
-        is_tried = True
+        taken.append(tables[0].at)
         kinds = tuple(
             kind
             for kind in kinds
@@ -117,7 +119,10 @@ def kind_of_rotation(
                 for one, own, at in zip(rows, given, places, strict=True)
             )
         )
-    return kinds[0] if kinds and is_tried else None
+    if not kinds or not taken:
+        return None
+    is_whole = all(kinds[0].of(table, table)[2] == width for table in taken)
+    return kinds[0]._replace(width=width if is_whole else 0)
 
 
 def _is_close(own: Tensor, wanted: Tensor | None) -> bool:
