@@ -464,8 +464,10 @@ class Frame:
             if name == "masked_fill" and isinstance(owner, Scores) and args[1:] == [LEAST]:
                 return reader.masked(owner, args[0], is_filled=True)
             if name == "baddbmm" and isinstance(owner, Bias) and kwargs.pop("beta", 1) == 1:
-                factor, factors = kwargs.pop("alpha", 1), (*args, *kwargs.values())
-                return reader.biased(reader.scaled(reader.product(*factors), factor), owner)
+                factors = (*args, *(kwargs.pop(f"batch{i}") for i in range(len(args) + 1, 3)))
+                scores = reader.scaled(reader.product(*factors), kwargs.pop("alpha", 1))
+                if not kwargs:
+                    return reader.biased(scores, owner)
             if name in _VIEWS:
                 return self.joined(getattr(Tensor, name), (owner, *args), kwargs)
             raise Unknown(f"{name} of a tensor is not known")
