@@ -151,9 +151,10 @@ format: $(PACKAGES)
 build-times: build
 	$(BIN)/python tools/build_times.py $(ARGS)
 
+# Both, or one: make sanitize SANITIZERS=address
+SANITIZERS ?= address thread
 sanitize: build
-	$(PARTS) --part "address sanitizer" $(BIN)/python tools/cmake_build.py --sanitize address \
-	    --part "thread sanitizer" $(BIN)/python tools/cmake_build.py --sanitize thread
+	$(PARTS) $(foreach name,$(SANITIZERS),--part "$(name) sanitizer" $(BIN)/python tools/cmake_build.py --sanitize $(name))
 
 # Random models, texts, calls and threads against plain torch, from a seed that no run had before:
 #   make fuzz ARGS="--seconds 600 --only pipelines,threads"
