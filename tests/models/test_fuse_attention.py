@@ -22,6 +22,7 @@ transformers: Any = pytest.importorskip("transformers")
 from transformers.cache_utils import DynamicLayer  # noqa: E402
 from transformers.models.llama import modeling_llama as llama  # noqa: E402
 
+pytestmark = pytest.mark.takes(seconds=60)
 ALL_ATTENTION_FUNCTIONS: Any = llama.ALL_ATTENTION_FUNCTIONS
 apply_rotary_pos_emb, rotate_half = llama.apply_rotary_pos_emb, llama.rotate_half
 eager_attention_forward = llama.eager_attention_forward
