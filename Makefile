@@ -70,9 +70,10 @@ check: lint
 	$(PYTEST) tests/ops/test_ops.py --dist load -k "float32 or bfloat16" $(ARGS)
 
 # What depends on the processor, as on smaller x86 processors than this one. All have kernels where
-# TRANSFORMER_OPS_NATIVE=OFF: `make` alone builds them for this machine's widest instruction set.
+# TRANSFORMER_OPS_NATIVE=OFF: `make` alone builds them for this machine's widest instruction set. With
+# SAMPLE=--sample as on one of them, each day another.
 test-processors: build
-	$(BIN)/python tools/run_on_processors.py $(PYTEST) $(ON_PROCESSORS) $(ARGS)
+	$(BIN)/python tools/run_on_processors.py $(SAMPLE) $(PYTEST) $(ON_PROCESSORS) $(ARGS)
 
 # The C++ tests that need no libtorch, cross-compiled for aarch64, under qemu. Installs the compiler and
 # qemu by apt-get where they are missing.

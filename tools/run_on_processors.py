@@ -1,6 +1,7 @@
 """Runs a command as on every smaller x86 processor that this machine can be taken for.
 
 python tools/run_on_processors.py COMMAND...
+python tools/run_on_processors.py --sample COMMAND...    as on one of them, each day another
 
 TRANSFORMER_OPS_ISA has the library behave as on one; PyTorch, oneDNN and MKL have variables of
 their own. Kernels for all of them are in a build with TRANSFORMER_OPS_NATIVE=OFF.
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
+from datetime import date
 from pathlib import Path
 
 from run_parts import main
@@ -36,7 +38,11 @@ VARIABLES = {
 def parts(command: list[str]) -> list[str]:
     own, *lower = _C.processor_levels()
     found: list[str] = []
-    for level in [level for level in lower if level in VARIABLES]:
+    levels = [level for level in lower if level in VARIABLES]
+    if command[0] == "--sample" and levels:
+        command, levels = command[1:], [levels[date.today().toordinal() % len(levels)]]
+        print(f"Today as on a processor with {levels[0]}; `make test-processors` does all.")
+    for level in levels:
         # Inductor would take code from its cache that was made for wider vectors.
         cache = Path(tempfile.gettempdir()) / f"torchinductor-as-on-{level}"
         variables = {"TRANSFORMER_OPS_ISA": level, "TORCHINDUCTOR_CACHE_DIR": cache}
