@@ -155,7 +155,7 @@ build-times: build
 # Both, or one: make sanitize SANITIZERS=address
 SANITIZERS ?= address thread
 sanitize: build
-	$(PARTS) $(foreach name,$(SANITIZERS),--part "$(name) sanitizer" $(BIN)/python tools/cmake_build.py --sanitize $(name))
+	$(PARTS) $(foreach name,$(SANITIZERS),--part "$(name) sanitizer" $(BIN)/python tools/cmake_build.py --sanitize $(name) $(ARGS))
 
 # Random models, texts, calls and threads against plain torch, from a seed that no run had before:
 #   make fuzz ARGS="--seconds 600 --only pipelines,threads"
