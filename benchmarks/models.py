@@ -23,7 +23,7 @@ import torch
 import transformers
 from suite.cases import PRODUCTS
 from suite.measure import saved_bytes
-from suite.rows import Row, run, timed
+from suite.rows import SECOND, Row, run, timed
 from suite.timing import Call, Clock, interleave
 from torch import Tensor, nn
 
@@ -245,7 +245,7 @@ def model_rows(name: str, dtype: torch.dtype, quick: bool) -> Iterator[Row]:
         f", {PRODUCTS}": tops.fuse(recomputed, strict=True, recompute="products"),
     }
     what = f"{name}, {str(dtype).removeprefix('torch.')}"
-    yield Row(f"{what}: seconds of fuse", "1 s", 1.0, seconds, f"{seconds:.2f} s", "1 s")
+    yield Row(f"{what}: seconds of fuse", SECOND, 1.0, seconds, f"{seconds:.2f} s", SECOND)
     given = as_dtype(inputs(case.batch), dtype)
     # Parameters are there before and after, and no part of what a step takes.
     own = sum(parameter.nbytes for parameter in model.parameters())

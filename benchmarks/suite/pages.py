@@ -12,6 +12,7 @@ from . import tables
 from .cases import BLOCKS, DEFAULT, OPS, PRODUCTS, WARM
 from .machine import ROOT, caption
 from .results import Results
+from .rows import SECOND
 
 PAGE = ROOT / "docs" / "measurements.md"
 SUMMARY = ROOT / "docs" / "performance.md"
@@ -50,7 +51,7 @@ def _in_short(results: Results) -> str:
 
     def found(part: str) -> list[float]:
         rest = f", float32: {part}"
-        against = ("eager", "1 s")
+        against = ("eager", SECOND)
         return [r["found"] for r in rows if r["what"].endswith(rest) and r["against"] in against]
 
     def fewer(part: str) -> str:

@@ -599,3 +599,9 @@ def test_a_row_beyond_its_limit_is_measured_again(
     content = json.loads(out.read_text(encoding="utf-8"))
     assert [row["found"] for row in content["rows"]] == kept
     assert len(content[rows.WORSE]) == status
+
+
+def test_a_time_by_itself_fails_no_check() -> None:
+    (row,) = limited(9.0)
+    assert rows.too_high([row], 1.5) == [row]
+    assert not rows.too_high([row._replace(against=rows.SECOND)], 1.5)
