@@ -30,6 +30,8 @@ import numpy as np
 import torch
 import transformers
 from suite import pages
+from suite.results import Results
+from suite.rows import RECORDED
 from torch import Tensor, nn
 from tqdm import tqdm
 from transformers.models.auto import modeling_auto
@@ -220,9 +222,7 @@ def record(rows: Sequence[FamilyRow]) -> None:
     version = json.dumps(transformers.__version__)
     text = f'{{"transformers": {version}, "rows": [\n{lines}\n]}}\n'
     pages.FAMILIES.write_text(text, encoding="utf-8")
-    page = pages.MODELS.read_text(encoding="utf-8")
-    made = f"<!-- bench families -->\n{pages.families(json.loads(text))}\n<!-- /bench -->"
-    pages.MODELS.write_text(pages.MARKED.sub(lambda _: made, page), encoding="utf-8")
+    pages.write(Results.read(RECORDED))
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -14,6 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
 import cmake_build  # noqa: E402
+import run_on_processors  # noqa: E402
 from cmake_build import tool  # noqa: E402
 
 # With a processor that is only said to be there.
@@ -78,6 +79,19 @@ def test_tools_for_arm_that_cannot_be_installed_are_named(monkeypatch):
     monkeypatch.setattr(cmake_build.shutil, "which", lambda name: None)
     with pytest.raises(SystemExit, match=r"need g\+\+-aarch64-linux-gnu .* needs apt-get"):
         cmake_build.install_arm_tools()
+
+
+def test_a_sample_of_processors_is_another_each_day(monkeypatch):
+    levels = ["avx512_fp16", "avx512", "avx2", "default"]
+    monkeypatch.setattr(run_on_processors._C, "processor_levels", lambda: levels)
+    found = []
+    for day in (1, 2, 3):
+        today = Mock(today=lambda day=day: date(2026, 1, day))
+        monkeypatch.setattr(run_on_processors, "date", today)
+        _, name, *_, command = run_on_processors.parts(["--sample", "true"])
+        assert command == "true"
+        found.append(name.removeprefix("as on a processor with "))
+    assert sorted(found) == sorted(levels[1:])
 
 
 def test_two_days_run_all_tests_of_kernels_for_arm(monkeypatch):
