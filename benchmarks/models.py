@@ -23,7 +23,8 @@ import torch
 import transformers
 from suite.cases import PRODUCTS
 from suite.measure import saved_bytes
-from suite.rows import SECOND, Row, run, timed
+from suite.results import SECOND
+from suite.rows import Row, run, timed
 from suite.timing import Call, Clock, interleave
 from torch import Tensor, nn
 

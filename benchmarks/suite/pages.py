@@ -11,8 +11,7 @@ from typing import Any
 from . import tables
 from .cases import BLOCKS, DEFAULT, OPS, PRODUCTS, WARM
 from .machine import ROOT, caption
-from .results import Results
-from .rows import SECOND
+from .results import SECOND, Results
 
 PAGE = ROOT / "docs" / "measurements.md"
 SUMMARY = ROOT / "docs" / "performance.md"

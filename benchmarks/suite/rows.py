@@ -16,7 +16,7 @@ import torch
 
 from . import pages, plots
 from .machine import describe
-from .results import Results
+from .results import SECOND, Results
 from .tables import rounded
 from .timing import ratio
 
@@ -24,8 +24,6 @@ RECORDED = Path(__file__).parents[1] / "recorded.json"
 # --check lets a ratio be so many times its limit: machines that others use are noisy, and other
 # processors than the recorded one copy or compute faster.
 SLACK, SLACK_ELSEWHERE = 1.5, 2.0
-# What a time by itself is compared to. Machines differ, so it is shown, and no --check fails by it.
-SECOND = "1 s"
 WORSE = "worse"  # what a program writes beside its results: a line for each that --check refuses
 
 

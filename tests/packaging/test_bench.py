@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ import startup
 import weight_scales
 from suite import cases, check, guards, measure, pages, peak, plots, rows, tables, targets, timing
 from suite.cases import BLOCK_SIZE, COMPILED, EAGER, FORWARD, OP_SIZE, OURS, TRAINING
-from suite.results import Results
+from suite.results import SECOND, Results
 from ways import NoWork
 
 pytestmark = pytest.mark.takes(seconds=40)
@@ -604,4 +605,18 @@ def test_a_row_beyond_its_limit_is_measured_again(
 def test_a_time_by_itself_fails_no_check() -> None:
     (row,) = limited(9.0)
     assert rows.too_high([row], 1.5) == [row]
-    assert not rows.too_high([row._replace(against=rows.SECOND)], 1.5)
+    assert not rows.too_high([row._replace(against=SECOND)], 1.5)
+
+
+def test_every_program_starts_by_itself() -> None:
+    # As `python benchmarks/NAME.py` does, with none of the others' modules loaded before.
+    starts = (
+        "import os, pathlib, runpy, transformer_ops\n"
+        "for path in sorted(pathlib.Path.cwd().glob('*.py')):\n"
+        "    if (child := os.fork()) == 0:\n"
+        "        runpy.run_path(str(path), run_name='imported')\n"
+        "        os._exit(0)\n"
+        "    assert os.waitpid(child, 0)[1] == 0, path.name\n"
+    )
+    folder = Path(bench.__file__).parent
+    subprocess.run([sys.executable, "-c", starts], check=True, cwd=folder)
