@@ -205,16 +205,16 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, int]]] = {
         {"norm": 8, "residual": 4},
     ),
     "Bert": (masked("Bert"), BERT | {"feed-forward": 1}),
-    "Roberta": (masked("Roberta"), BERT),
-    # Their heads have a forward with decorators.
-    "Electra": (masked("Electra"), BERT | {"feed-forward": 1}),
+    "Roberta": (masked("Roberta"), BERT | {"feed-forward": 1}),
+    # Their heads are a part of the forward of the model.
+    "Electra": (masked("Electra"), BERT),
     "DistilBert": (
         small("DistilBertForMaskedLM", "DistilBertConfig", **DISTILBERT),
-        {"feed-forward": 1, "layer": 2},
+        {"layer": 2},
     ),
     "ModernBert": (
         small("ModernBertForMaskedLM", "ModernBertConfig", **MODERNBERT),
-        {"feed-forward": 1, "layer": 2},
+        {"layer": 2},
     ),
     "CLIPVision": (vision("CLIPVision"), {"layer": 2}),
     "SiglipVision": (vision("SiglipVision"), {"layer": 2, "residual": 1}),

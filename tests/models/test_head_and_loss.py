@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from fuse_models import DECODER
+from fuse_models import DECODER, ENCODER
 from torch import Tensor, nn
 
 import transformer_ops as tops
@@ -277,3 +277,86 @@ def test_under_autocast() -> None:
     assert got.logits.dtype == want.logits.dtype == torch.bfloat16
     assert got.loss.dtype == torch.float32
     torch.testing.assert_close(got.loss, want.loss, rtol=1e-3, atol=1e-3)
+
+
+# ---- heads of several layers, losses of torch's own, and a row that is added
+
+_BERT = ENCODER | {
+    "vocab_size": V, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0
+}  # fmt: skip
+_SMALL = {"vocab_size": V, "d_model": 32, "decoder_start_token_id": 0}
+_NO_DROPOUT = {"dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0}
+# class -> (its configuration, its head)
+HEADS: dict[str, tuple[dict[str, Any], str]] = {
+    "BertForMaskedLM": (_BERT, "cls.predictions"),
+    "BertLMHeadModel": (_BERT | {"is_decoder": True}, "cls"),
+    "RobertaForMaskedLM": (_BERT, "lm_head"),
+    "DistilBertForMaskedLM": (
+        {"vocab_size": V, "dim": 32, "n_layers": 1, "n_heads": 4, "hidden_dim": 48, "dropout": 0.0,
+         "attention_dropout": 0.0},
+        "vocab_layer_norm",
+    ),
+    "T5ForConditionalGeneration": (
+        _SMALL | {"d_ff": 48, "num_layers": 1, "num_heads": 4, "d_kv": 8, "dropout_rate": 0.0},
+        "lm_head",
+    ),
+    "BartForConditionalGeneration": (
+        _SMALL | _NO_DROPOUT | {"encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 48,
+                                "decoder_ffn_dim": 48, "encoder_attention_heads": 4,
+                                "decoder_attention_heads": 4},
+        "lm_head",
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(params=HEADS)
+def heads(request: pytest.FixtureRequest) -> tuple[Any, Any, str]:
+    """The plain model, the fused one, and the name of a module of its head."""
+    torch.manual_seed(0)
+    kind: Any = getattr(transformers, request.param)
+    options, head = HEADS[request.param]
+    plain = kind(kind.config_class(**options)).train()
+    if hasattr(plain, "final_logits_bias"):
+        plain.final_logits_bias.normal_()
+    fused = copy.deepcopy(plain)
+    assert len(tops.fuse(fused, rules=RULES).fused) == 1
+    return plain, fused, head
+
+
+def test_heads_of_other_forms(heads: tuple[Any, Any, str]) -> None:
+    plain, fused, head = heads
+    for use in ("loss", "loss and logits", "loss"):
+        want, got = plain(**batch()), fused(**batch())
+        assert is_deferred(got.logits)
+        torch.testing.assert_close(got.loss, want.loss)
+        for out in (want, got):
+            (out.loss + (out.logits.sin().mean() if use != "loss" else 0)).backward()
+        assert_same_gradients(plain, fused)
+    assert is_deferred(got.logits)
+    if hasattr(fused, "final_logits_bias"):
+        fused.final_logits_bias.zero_()
+    torch.testing.assert_close(torch.Tensor.add(got.logits, 0), want.logits)
+    seen: list[Tensor] = []
+    fused.get_submodule(head).register_forward_hook(lambda *given: seen.append(given[2]))
+    assert type(fused(**batch()).logits) is Tensor and len(seen) == 1
+    assert type(fused.eval()(**batch()).logits) is Tensor
+
+
+def test_a_global_activation_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.roberta import modeling_roberta
+
+    torch.manual_seed(0)
+    config: Any = transformers.RobertaConfig(**_BERT)
+    plain = transformers.RobertaForMaskedLM(config).train()
+    fused = copy.deepcopy(plain)
+    tops.fuse(fused, rules=RULES)
+    assert is_deferred(fused(**batch()).logits)
+    monkeypatch.setattr(modeling_roberta.gelu, "act", F.relu)
+    torch.testing.assert_close(fused(**batch()).loss, plain(**batch()).loss, rtol=0, atol=0)
+    handle = modeling_roberta.gelu.register_forward_hook(lambda *given: given[2] * 2)
+    torch.testing.assert_close(fused(**batch()).loss, plain(**batch()).loss, rtol=0, atol=0)
+    handle.remove()
+    monkeypatch.setattr(modeling_roberta, "gelu", nn.Tanh())
+    torch.testing.assert_close(fused(**batch()).loss, plain(**batch()).loss, rtol=0, atol=0)
+    monkeypatch.undo()
+    assert is_deferred(fused(**batch()).logits)

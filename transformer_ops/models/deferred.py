@@ -32,6 +32,8 @@ def _pulled(step: Step, grad: Tensor, logits: DeferredLogits) -> Tensor:
         return grad * (1 - _fresh(logits).tanh().square())
     if step.name in ("div", "mul"):
         return step.run(grad)
+    if step.name == "add":
+        return grad
     promise = promise_of(logits)
     return grad.reshape(promise.shape).to(promise.dtype)
 
@@ -234,8 +236,8 @@ class DeferredLogits(_Deferred):
     """The logits of a head, as a tensor that is computed when anything reads its numbers.
 
     `F.cross_entropy` of it computes the loss by chunks of rows, and never all logits. Before that
-    the logits may be cast, scaled, viewed as rows, and soft-capped. Everything else computes the
-    logits first, once, and goes on with them, with the gradients that they would have had.
+    the logits may be cast, scaled, viewed as rows, soft-capped, and added to a row. Everything else
+    computes them first, once, and goes on with them, with the gradients that they would have had.
     """
 
     @classmethod
@@ -361,6 +363,19 @@ def _scaled(name: str) -> Callable[..., DeferredLogits | None]:
     return scaled
 
 
+def _add(logits: DeferredLogits, other: Any = None, **kwargs: Any) -> DeferredLogits | None:
+    """Only what has a number for each class, and no gradient."""
+    if kwargs or type(other) is not Tensor or other.requires_grad:
+        return None
+    classes, places = logits.shape[-1], (logits.dtype, logits.device)
+    is_row = other.shape[-1:] == (classes,) and other.numel() == classes
+    if not is_row or other.dim() > logits.dim() or (other.dtype, other.device) != places:
+        return None
+    # Somebody may write to it.
+    row = other.reshape(classes).clone()
+    return logits._next(Step("add", row), tuple(logits.shape), logits.dtype)
+
+
 def _tanh(logits: DeferredLogits) -> DeferredLogits:
     return logits._next(Step("tanh"), tuple(logits.shape), logits.dtype)
 
@@ -416,6 +431,9 @@ _DEFERRED: dict[Any, Callable[..., Any]] = {
     Tensor.mul: _scaled("mul"),
     Tensor.__mul__: _scaled("mul"),
     Tensor.__rmul__: _scaled("mul"),
+    Tensor.add: _add,
+    Tensor.__add__: _add,
+    Tensor.__radd__: _add,
     Tensor.tanh: _alone(_tanh),
     torch.tanh: _alone(_tanh),
     Tensor.clone: _alone(_clone),

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .. import _C
-from ..op.borrowed import class_of
+from ..op.borrowed import add_guards, class_of
 from .adapters import add_adapter_facts, is_adapted
 from .reads import Chain, Reads, cell_of, is_of_torch, is_replaced, reads_of_function
 from .rules import FuseSkip
@@ -104,6 +104,9 @@ class Facts:
             owner, found = found, self.add_value(vars(found), attribute, name)
             if is_replaced(owner, attribute, found):
                 raise FuseSkip(f"{name} is not torch's own function")
+        if isinstance(found, nn.Module) and self._is_new(id(found)):
+            add_guards(self._guards, found, name)
+            self.add_module(found, name)
         if not isinstance(found, types.FunctionType):
             return
         if is_of_torch(found.__module__):

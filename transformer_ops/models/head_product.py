@@ -9,16 +9,21 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["HeadProduct", "frames"]
+__all__ = ["Form", "HeadProduct", "frames"]
 
-# (s, c) of the logits `c * tanh(s * z / c)`; c is None for `s * z`.
-Form = tuple[float, float | None]
+
+class Form(NamedTuple):
+    """What logits are of the product z: `y = scale * z + bias`, or `cap * tanh(y / cap)`."""
+
+    scale: float
+    cap: float | None
+    bias: Tensor | None  # which has no gradient
 
 
 def frames() -> Iterator[FrameType]:
@@ -128,10 +133,11 @@ class HeadProduct:
 
     def _given(self, form: Form) -> tuple[Tensor, Tensor, Tensor | None]:
         """What the op takes. It has no scale, so the rows are scaled."""
-        scale = form[0]
         rows, bias = self.hidden.flatten(0, -2), self.bias
-        if scale != 1:
-            rows, bias = rows * scale, None if bias is None else bias * scale
+        if form.scale != 1:
+            rows, bias = rows * form.scale, None if bias is None else bias * form.scale
+        if form.bias is not None:
+            bias = form.bias if bias is None else bias + form.bias
         bias = None if bias is None else bias.to(self.dtype)
         return rows.to(self.dtype), self.weight.to(self.dtype), bias
 
@@ -175,14 +181,14 @@ class HeadProduct:
             if tensor is None or not needed:
                 found.append(None)
                 continue
-            part = part * form[0] if scaled and form[0] != 1 else part
+            part = part * form.scale if scaled and form.scale != 1 else part
             found.append(part.to(tensor.dtype).view(tensor.shape))
         return found
 
 
 def _values(options: dict[str, Any], form: Form) -> tuple[Any, ...]:
     smoothing, reduction = options["label_smoothing"], options["reduction"]
-    return options["ignore_index"], smoothing, form[1], 0.0, reduction
+    return options["ignore_index"], smoothing, form.cap, 0.0, reduction
 
 
 def _scaled(part: Tensor, factor: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """The rule for the head of a language model and its loss.
 
-In: statements such as `logits = self.lm_head(x)`. Out: in training, logits that are computed when
-they are read, which a loss never does (`deferred`).
+In: statements such as `logits = self.lm_head(x)`, or `logits = self.cls(x)` with a dense layer, an
+activation and a norm before the product. Out: in training, the ops of these, and logits that are
+computed when they are read, which a loss never does (`deferred`).
 """
 
 from __future__ import annotations
@@ -14,32 +15,45 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
-from ..modules.views import is_torch
+from ..modules.views import BorrowedLinear, is_torch
 from ..op.borrowed import class_of
 from .deferred import DeferredHead
-from .pattern import Names
+from .parts import ops_of
+from .pattern import Names, arguments_in
 from .rules import FuseSkip, FuseUnfit, register_fuse_rule
 from .statements import body_of, function_of
 from .whole import name_of
 
+# What computes a loss, in the `forward` of the classes of transformers.
+_LOSSES = ("self.loss_function", "CrossEntropyLoss", "nn.CrossEntropyLoss", "F.cross_entropy")
+
 
 def _has_loss(module: nn.Module) -> bool:
-    """Whether its `forward` computes a loss, as the classes of transformers do."""
-    if not hasattr(class_of(module), "loss_function"):
-        return False
+    """Whether its `forward` computes a loss."""
     body = body_of(function_of(class_of(module).forward)) or []
     calls = (node for one in body for node in ast.walk(one) if isinstance(node, ast.Call))
-    return any(ast.unparse(call.func) == "self.loss_function" for call in calls)
+    names = {ast.unparse(call.func) for call in calls}
+    losses = (name for name, one in module._modules.items() if type(one) is nn.CrossEntropyLoss)
+    return not names.isdisjoint((*_LOSSES, *(f"self.{name}" for name in losses)))
 
 
 def _head(module: Any, names: Names) -> list[nn.Module]:
-    head = getattr(module, names["head"], None)
-    outputs = getattr(module, "get_output_embeddings", None)
-    if not _has_loss(module) or outputs is None or outputs() is not head or head is None:
-        raise FuseUnfit(f"{names['head']} is no head of a language model")
-    if not is_torch(head, nn.Linear):
-        raise FuseSkip(f"{name_of(head)} is not a torch.nn.Linear")
-    return [DeferredHead(head)]
+    steps: Any = names["steps"]
+    head = getattr(module, steps.list[-1][1].get("part", ""), None)
+    outputs: Any = getattr(module, "get_output_embeddings", None)
+    inner = head.modules() if isinstance(head, nn.Module) and outputs is not None else ()
+    last = next((one for one in inner if one is outputs()), None)
+    if last is None or not _has_loss(module):
+        raise FuseUnfit(f"{steps} is no head of a language model")
+    if arguments_in(names) is not None:
+        raise FuseUnfit("attention is among its steps")
+    if not is_torch(last, nn.Linear):
+        raise FuseSkip(f"{name_of(last)} is not a torch.nn.Linear")
+    *ops, product = ops_of(module, steps)
+    first: Any = product.basic_ops[0]
+    if not isinstance(product, BorrowedLinear) or first._owners() != [last]:
+        raise FuseSkip("the product of the head is not its last step")
+    return [*ops, DeferredHead(last)]
 
 
 def _trains(module: Any, input: Tensor) -> bool:
@@ -53,4 +67,4 @@ def _is_transformed() -> bool:
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
-register_fuse_rule("head and loss", "L = self.any_head(H)", _head, when=_trains)
+register_fuse_rule("head and loss", "L = any_steps(H)", _head, when=_trains)

@@ -28,7 +28,7 @@ from ..modules.views import (
     weight_of,
 )
 from ..op.base import FusibleOperation
-from ..op.borrowed import class_of
+from ..op.borrowed import class_of, find_obstacle
 from ..ops.activation import GELU, QGELU, ReLU, SiLU, SReLU
 from ..ops.basic_linear import BasicLinear
 from ..ops.constant_scale import ConstantScale
@@ -38,7 +38,7 @@ from ..ops.packed_linear import PackedLinear
 from ..quantization.stored import is_stored
 from .adapters import adapters_of, base_of, is_adapted
 from .norms import norm
-from .pattern import Names, Pattern, Steps, register_step
+from .pattern import Names, Pattern, Steps, register_global, register_step
 from .rules import FuseSkip, FuseUnfit
 from .whole import check_number, find, name_of, names_in, patterns, unknown
 
@@ -322,6 +322,16 @@ def part(module: nn.Module) -> list[FusibleOperation]:
     return ops_of_method(module, "forward")
 
 
+def _global(module: nn.Module, name: str) -> list[FusibleOperation]:
+    """The ops of a module that a function knows by the name of a global variable."""
+    obstacle = find_obstacle(module, class_of(module).forward, module._parameters)
+    if obstacle is None and (module._parameters or module._modules):
+        obstacle = "it has parameters or submodules"
+    if obstacle is not None:
+        raise FuseSkip(f"{name}: {obstacle}")
+    return part(module)
+
+
 # ---- steps
 
 
@@ -482,4 +492,5 @@ register_step(
 register_step("self.any_part(_)", _part)
 register_step("self.any_part(_) if self.any_flag else _", _part_if)
 register_step("self.any_part(_) if not self.any_flag else _", _part_if_not)
+register_global(_global)
 register_step("apply_chunking_to_forward(self.any_chunk, self.any_size, self.any_dim, _)", _chunks)

@@ -36,6 +36,7 @@ __all__ = [
     "find_step",
     "match_groups",
     "register_call",
+    "register_global",
     "register_step",
 ]
 
@@ -439,6 +440,7 @@ def arguments_in(names: Names) -> Arguments | None:
 
 _steps: list[Template] = []
 _calls: list[Template] = []
+_globals: list[Callable[[Any, str], Any]] = []
 # How submodules that take more than one argument name the first one.
 _FIRST_ARGUMENT = "hidden_states"
 
@@ -453,6 +455,22 @@ def register_call(make: Callable[[Any, Names], Any]) -> None:
     """Says what makes ops of a submodule that is called with more than one argument, or whose first
     result alone is taken."""
     _calls.append(Template(ast.Name(_HOLE), make))
+
+
+def register_global(make: Callable[[Any, str], Any]) -> None:
+    """Says what makes ops of a module that is the value of a global variable, and its name."""
+    _globals.append(make)
+
+
+def _find_global(node: ast.expr, scope: Scope) -> tuple[Template, Names, ast.expr] | None:
+    """`name(tensor)`, where the name is that of a module, such as an activation."""
+    if not isinstance(node, ast.Call) or len(node.args) != 1 or node.keywords:
+        return None
+    found = scope.object_of(node.func) if isinstance(node.func, ast.Name) else None
+    if not isinstance(found, torch.nn.Module) or isinstance(node.args[0], ast.Starred):
+        return None
+    name, make = ast.unparse(node.func), _globals[0]
+    return Template(ast.Name(_HOLE), lambda *_: make(found, name)), {}, node.args[0]
 
 
 def _find_call(node: ast.expr) -> tuple[Template, Names, ast.expr] | None:
@@ -485,7 +503,7 @@ def find_step(node: ast.expr, scope: Scope) -> tuple[Template, Names, ast.expr] 
             inner = match.nodes[_HOLE]
             assert isinstance(inner, ast.expr)
             return step, match.names, inner
-    return _find_call(node)
+    return _find_global(node, scope) or _find_call(node)
 
 
 def _matches_steps(wanted: ast.Call, found: Any, match: _Match, scope: Scope) -> Iterator[_Match]:

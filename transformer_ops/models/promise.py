@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .head_product import HeadProduct
+from .head_product import Form, HeadProduct
 
 __all__ = ["Promise", "Step", "promise_of"]
 
 
 class Step(NamedTuple):
     """What is computed of other logits: "to" (a dtype), "view" (a shape), "div", "mul" (a number),
-    "tanh" or "clone"."""
+    "add" (a number for each class), "tanh" or "clone"."""
 
     name: str
     value: Any = None
@@ -33,6 +33,8 @@ class Step(NamedTuple):
             return z.view(self.value)
         if self.name in ("tanh", "clone"):
             return z.tanh() if self.name == "tanh" else z.clone()
+        if self.name == "add":
+            return z + self.value
         return z / self.value if self.name == "div" else z * self.value
 
 
@@ -89,24 +91,30 @@ class Promise:
                 child.numbers = found
 
     @property
-    def form(self) -> tuple[float, float | None] | None:
-        """(s, c) of `c * tanh(s * z / c)`, of which c is None for `s * z`; None for others."""
+    def form(self) -> Form | None:
+        """What these are of the product; None for what no loss takes."""
         steps: list[Step] = []
         promise = self
         while promise.parent is not None and promise.step is not None:
             steps.insert(0, promise.step)
             promise = promise_of(promise.parent)
-        steps = [step for step in steps if step.name in ("div", "mul", "tanh")]
+        steps = [step for step in steps if step.name in ("div", "mul", "add", "tanh")]
         cap = None
         if [step.name for step in steps[-2:]] == ["tanh", "mul"]:
             cap = float(steps[-1].value)
-            steps = steps[:-2]
+            steps = [*steps[:-2], Step("mul", cap)]
         if any(step.name == "tanh" for step in steps) or (cap is not None and cap <= 0):
             return None
         over, under = (
             math.prod(step.value for step in steps if step.name == name) for name in ("mul", "div")
         )
-        return over * (1 if cap is None else cap) / under, cap
+        bias = None
+        for step in steps:
+            if step.name == "add":
+                bias = step.value if bias is None else bias + step.value
+            elif bias is not None:
+                bias = step.run(bias)
+        return Form(over / under, cap, bias)
 
 
 def promise_of(logits: Tensor) -> Promise:

@@ -6,6 +6,7 @@ they have to run, because a hook, another class or another value of what they re
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import types
@@ -285,6 +286,9 @@ class Region:
             state.reason = ""
         except FuseSkip as skip:
             state.reason = str(skip)
+            with contextlib.suppress(FuseSkip):
+                # What they call may change again, such as a function that a global module calls.
+                self._add_facts_of_parts(Facts(state.guards), module)
         self._add_guards(state.guards, module, ops)
         if state.attention is not None:
             for other in self.inside:
@@ -304,12 +308,15 @@ class Region:
             # Modules of attention are no properties, but functions of a loss are.
             raise skip if arguments_in(self.names) is None else FuseUnfit(str(skip)) from None
         ops = self.make(module)
-        for part in _unique(self.parts(module)):
-            facts.add_module(part, _name_in(module, part))
+        self._add_facts_of_parts(facts, module)
         for basic in _borrowed(ops):
             if isinstance(basic, Watcher):
                 basic.add_facts(facts)
         return ops
+
+    def _add_facts_of_parts(self, facts: Facts, module: nn.Module) -> None:
+        for part in _unique(self.parts(module)):
+            facts.add_module(part, _name_in(module, part))
 
     def _add_guards(self, guards: _C.Guards, module: nn.Module, ops: Sequence[nn.Module]) -> None:
         """Adds what is known of all modules, whatever the statements read."""

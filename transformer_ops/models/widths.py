@@ -5,7 +5,7 @@ In: ops. Out: the last dimension of each tensor that a call has to give them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +31,7 @@ from ..ops.norm import LayerNorm, RMSNorm
 from ..ops.packed_linear import PackedLinear
 from ..ops.rope import RoPE
 from .attention_ops import AddArgument
+from .deferred import DeferredHead
 from .rules import FuseSkip
 
 __all__ = ["Routed", "Widths", "width_of", "widths_of"]
@@ -86,9 +87,11 @@ class Routed(NamedTuple):
         )
 
 
-def widths_of(ops: Iterable[nn.Module]) -> Widths | Routed | None:
+def widths_of(ops: Sequence[nn.Module]) -> Widths | Routed | None:
     """The widths of what ops take; None if there are ops that are not known here. FuseSkip if rows
     that are added, normalized or scaled do not have the same width."""
+    if ops and isinstance(ops[-1], DeferredHead):
+        ops = ops[:-1]
     if not all(isinstance(op, FusibleOperation) for op in ops):
         return None
     basics = [b for op in ops if isinstance(op, FusibleOperation) for b in op.basic_ops]
