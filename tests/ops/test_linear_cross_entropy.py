@@ -216,6 +216,26 @@ def test_all_targets_ignored(gradients_in: str) -> None:
     torch.testing.assert_close(zero(x, target), want)
 
 
+@every_option
+@pytest.mark.parametrize("gradients_in", ["forward", "backward"])
+def test_ignored_rows_are_not_computed(options: dict[str, Any], gradients_in: str) -> None:
+    if options.get("reduction") == "none" and gradients_in == "forward":
+        return
+    op = make(gradients_in=gradients_in, **options)
+    right, target = inputs()
+    target[1::2] = -100
+    x = right.detach().clone()
+    x[1::2] = torch.nan
+    x = x[None].requires_grad_()
+    got = op(x, target[None])
+    want = linear_cross_entropy(**options)(right, target, **dict(op.named_parameters()))
+    torch.testing.assert_close(got, want.view(got.shape))
+    (grad, *others), wanted = (
+        gradients(loss, source, *op.parameters()) for loss, source in ((got, x), (want, right))
+    )
+    torch.testing.assert_close((grad[0], *others), wanted)
+
+
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_one_class_and_int32_targets(reduction: str) -> None:
     op = LinearCrossEntropy(H, 1, reduction=reduction, dtype=torch.float64)

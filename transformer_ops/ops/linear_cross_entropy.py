@@ -38,8 +38,9 @@ class LinearCrossEntropy(BasicOperation, kind="LinearCrossEntropy"):
     where lse is log(sum(exp(z))). Without the last term it is that of `F.cross_entropy`; the last
     term keeps lse near 0 (Chowdhery et al. 2022, PaLM). Rows whose target is `ignore_index` have no
     loss and do not count in the mean, which is NaN if no row counts. The gradients are then 0, also
-    if the sum is divided by 0 items. On the CPU, a target that is neither a class nor
-    `ignore_index` raises IndexError before anything is computed (on CUDA it is not checked).
+    if the sum is divided by 0 items. On the CPU such rows are not computed, if they are a sixteenth
+    or more; and a target that is neither a class nor `ignore_index` raises IndexError before
+    anything is computed. CUDA computes all rows, and does not check targets.
 
     `gradients_in="forward"` computes the gradients together with the loss, from the logits of each
     chunk: three products, as without chunks. They are saved instead of the input, and backward only
