@@ -79,6 +79,13 @@ bool has_shape(PyObject* found, const std::optional<std::vector<int64_t>>& shape
   return !tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides() && tensor.sizes() == *shape;
 }
 
+// The dtype and the device of a tensor; nothing for what is no tensor.
+std::optional<std::pair<at::ScalarType, at::Device>> storage_of(PyObject* found) {
+  if (found == nullptr || !THPVariable_Check(found)) return std::nullopt;
+  const at::Tensor& tensor = THPVariable_Unpack(found);
+  return std::pair{tensor.scalar_type(), tensor.device()};
+}
+
 bool is_plain(PyObject* object) {
   return PyFloat_CheckExact(object) || PyLong_CheckExact(object) || PyUnicode_CheckExact(object) ||
          PyTuple_CheckExact(object);
@@ -201,10 +208,11 @@ void Guards::add_items(const py::dict& dict, const py::str& key, std::string tex
 }
 
 void Guards::add_type_of_value(const py::dict& dict, const py::str& key, std::string text) {
-  auto type = py::reinterpret_borrow<py::object>(type_of(value_of(dict.ptr(), key)));
+  PyObject* const value = value_of(dict.ptr(), key);
   add(dict, {.kind = Kind::TypeOfValue,
              .key = key,
-             .expected = std::move(type),
+             .expected = py::reinterpret_borrow<py::object>(type_of(value)),
+             .storage = storage_of(value),
              .text = std::move(text)});
 }
 
@@ -243,7 +251,8 @@ bool Guards::holds(const Condition& condition) {
     case Kind::Items:
       return has_items(condition.found, condition.expected.ptr());
     default:
-      return type_of(condition.found) == condition.expected.ptr();
+      return type_of(condition.found) == condition.expected.ptr() &&
+             storage_of(condition.found) == condition.storage;
   }
 }
 

@@ -34,7 +34,7 @@ class Guards {
   // The value of a key, a list or dict, must have the same items, compared as values are; another
   // value is compared itself.
   void add_items(const py::dict& dict, const py::str& key, std::string text);
-  // The class of the value of a key must be the same.
+  // The class of the value of a key must be the same; of a tensor, its dtype and device, too.
   void add_type_of_value(const py::dict& dict, const py::str& key, std::string text);
   // The value of a key must be a tensor of the same shape, or no tensor as before.
   void add_shape(const py::dict& dict, const py::str& key, std::string text);
@@ -57,6 +57,7 @@ class Guards {
     py::object expected;  // null if the key is absent
     Py_ssize_t size = 0;
     std::optional<std::vector<int64_t>> shape = {};
+    std::optional<std::pair<at::ScalarType, at::Device>> storage = {};
     std::string text = {};
     mutable PyObject* found = nullptr;  // the value of the key, borrowed
   };

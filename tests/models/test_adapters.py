@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -279,6 +280,34 @@ def test_adapters_whose_ranks_differ() -> None:
         b.weight = right
     assert str(error.value).startswith("[Linear] lora_b0 must have shape [32, 2], got [32, 3]")
     assert_same(plain, model)
+
+
+@pytest.mark.parametrize(
+    ("moved", "reason"),
+    [
+        ({"dtype": torch.bfloat16}, "its adapters have different dtypes"),
+        ({"device": "meta"}, "its parameters are on cpu, meta"),
+    ],
+    ids=["dtype", "device"],
+)
+def test_one_adapter_of_another_kind(moved: dict[str, Any], reason: str) -> None:
+    """The statements of its layer do what they do without ops."""
+    plain, model = adapted(), adapted()
+    report = tops.fuse(model)
+    assert_same(plain, model)
+    for one in (plain, model):
+        layer = one.get_submodule("base_model.model.model.layers.0.self_attn.q_proj")
+        for part in (layer.lora_A, layer.lora_B):
+            part.default.to(**moved)
+    if "dtype" in moved:
+        assert_same(plain, model)
+    else:
+        with pytest.raises(RuntimeError) as want:
+            results(plain)
+        with pytest.raises(RuntimeError, match=f"^{re.escape(str(want.value))}$"):
+            results(model)
+    assert reason in reasons(report)
+    assert fused_rules(report)["layer"] == 1
 
 
 def test_encoded_weights_that_ask_for_a_gradient() -> None:

@@ -16,7 +16,8 @@ class Base:
 
 
 def world() -> tuple[dict[str, Any], type[Any], nn.Module]:
-    table = {"number": 1.0, "hooks": {}, "weight": torch.ones(2, 3), "same": "text"}
+    table = {"number": 1.0, "hooks": {}, "same": "text"}
+    table |= {"weight": torch.ones(2, 3), "bias": torch.ones(2)}
     return table, type("Kind", (Base,), {}), nn.Linear(2, 2)
 
 
@@ -27,6 +28,7 @@ def guards_on(table: dict[str, Any], kind: type[Any], owner: nn.Module) -> _C.Gu
     guards.add_size(table, "hooks", "hooks")
     guards.add_shape(table, "weight", "shape")
     guards.add_type_of_value(table, "weight", "kind of weight")
+    guards.add_type_of_value(table, "bias", "dtype of bias")
     guards.add_class_attribute(kind, "scale", "scale")
     guards.add_class_attribute(kind, "other", "other")
     guards.add_value(vars(owner), "training", "training")
@@ -36,7 +38,7 @@ def guards_on(table: dict[str, Any], kind: type[Any], owner: nn.Module) -> _C.Gu
 
 def edits(table: dict[str, Any], kind: type[Any], owner: nn.Module) -> list[tuple[str, Any, Any]]:
     """Each with the text of its guard, and with the way back."""
-    weight, hooks = table["weight"], table["hooks"]
+    weight, bias, hooks = table["weight"], table["bias"], table["hooks"]
     linear = type(owner)
     other = type("Other", (linear,), {})
     return [
@@ -62,6 +64,11 @@ def edits(table: dict[str, Any], kind: type[Any], owner: nn.Module) -> list[tupl
             "kind of weight",
             lambda: table.update(weight=nn.Parameter(weight)),
             lambda: table.update(weight=weight),
+        ),
+        (
+            "dtype of bias",
+            lambda: setattr(bias, "data", torch.ones(2, dtype=torch.float64)),
+            lambda: setattr(bias, "data", torch.ones(2)),
         ),
     ]
 

@@ -368,6 +368,9 @@ def products(*modules: Any) -> FusibleOperation:
         return BorrowedLinear(bases[0], is_transposed=found[0].is_transposed)
     if len({(getattr(one, "p", 0.0), one.training) for one in dropouts}) > 1:
         raise FuseSkip("its adapters drop with different probabilities")
+    pairs = ((one.a.weight, one.b.weight) for part in found for one in part.adapters)
+    if len({weight.dtype for pair in pairs for weight in pair}) > 1:
+        raise FuseSkip("its adapters have different dtypes")
     if len({one.has_bias for one in found}) > 1:
         raise FuseSkip("some of its products have a bias, and some have none")
     return BorrowedLoRALinear(*found)

@@ -97,8 +97,8 @@ def add_guards(
     is_called: bool = True,
 ) -> None:
     """Adds guards on the module: on its class and, if it `is_called`, on an own `forward` and the
-    number of its hooks; also on these attributes, the classes of these parameters, and these
-    children."""
+    number of its hooks; also on these attributes, the classes, dtypes and devices of these
+    parameters, and these children."""
     own = vars(module)
     guards.add_type(module, f"{name} is of another class")
     what = f"the class of {name} has another forward"
@@ -111,7 +111,7 @@ def add_guards(
     for value in values:
         guards.add_value(own, value, f"{value} of {name} has changed")
     for tensor in tensors:
-        what = f"{tensor} of {name} is of another class"
+        what = f"{tensor} of {name} is of another class or dtype, or on another device"
         guards.add_type_of_value(module._parameters, tensor, what)
     for child in children:
         guards.add_value(module._modules, child, f"{child} of {name} is another module")
