@@ -248,9 +248,22 @@ def test_dropout_of_a_function_follows_the_module() -> None:
     assert not torch.equal(module(x), x)
 
 
-def test_a_norm_keeps_its_dtype() -> None:
+class NormByMethod(RootNorm):
+    """Meta's RMSNorm of Llama."""
+
+    def _norm(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output = self._norm(x.float()).type_as(x)
+        return output * self.weight
+
+
+@pytest.mark.parametrize("kind", [RootNorm, NormByMethod])
+def test_a_norm_keeps_its_dtype(kind: type[RootNorm]) -> None:
     """Its weights promote what they multiply."""
-    plain, x = RootNorm(16), torch.randn(3, 16)
+    plain, x = kind(16), torch.randn(3, 16)
+    nn.init.normal_(plain.weight)
     norm = copy.deepcopy(plain)
     assert fused_rules(tops.fuse(norm)) == {"norm": 1}
     torch.testing.assert_close(norm(x), plain(x))

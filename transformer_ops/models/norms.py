@@ -55,6 +55,11 @@ V = H.pow(2).mean(-1, keepdim=True)
 H = H * torch.rsqrt(V + self.any_eps)
 return (self.weight.to(torch.float32) * H).to(D)
 """
+# Meta's, in the first code of Llama: the method has no weight.
+_BY_METHOD = """
+Y = self._norm(H.float()).type_as(H)
+return Y * self.weight
+"""
 # Gemma's: the scale is 1 + weight.
 _CENTERED = """
 Y = self._norm(H.float())
@@ -63,7 +68,7 @@ return Y.type_as(H)
 """
 # The norm of heads has no weight, and takes any width.
 _WITHOUT_WEIGHT = Pattern("return self._norm(H.float()).type_as(H)")
-_CENTERED_METHOD = Pattern(
+_METHOD = Pattern(
     "return H * torch.rsqrt(H.pow(2).mean(-1, keepdim=True) + self.any_eps)",
 )
 # litgpt's: an attribute says which scale.
@@ -106,7 +111,7 @@ return H.to(D)
 
 # What a rule for norms on their own takes: the first ones give the weight's dtype where that is
 # wider than the input's.
-NORMS_THAT_PROMOTE = (*_WRITTEN_OUT, _RMS_NORM)
+NORMS_THAT_PROMOTE = (*_WRITTEN_OUT, _BY_METHOD, _RMS_NORM)
 NORMS_OF_INPUT_DTYPE = (
     _WRITTEN_OUT_IN_FLOAT32,
     _CENTERED,
@@ -231,13 +236,13 @@ def _check_weight(module: Any) -> None:
         raise FuseSkip(f"{name_of(module)} has a weight of {module.weight.dim()} dimensions")
 
 
-def _rms_centered(module: Any, names: Names) -> FusibleOperation | None:
-    found = _CENTERED_METHOD.match_all(function_of(type(module)._norm))
+def _rms_by_method(module: Any, is_centered: bool) -> FusibleOperation | None:
+    found = _METHOD.match_all(function_of(type(module)._norm))
     if found is None:
         return None
     _check_weight(module)
     check_number(module, found["eps"])
-    return BorrowedRMSNorm(module, found["eps"], zero_centered_gamma=True)
+    return BorrowedRMSNorm(module, found["eps"], zero_centered_gamma=is_centered)
 
 
 def _rms_with_offset(module: Any, names: Names) -> FusibleOperation | None:
@@ -278,7 +283,8 @@ _NORMS: tuple[tuple[tuple[Pattern, ...], Callable[[Any, Names], FusibleOperation
         _rms_of_weight,
     ),
     (patterns(_RMS_NORM, _RMS_NORM_IN_FLOAT32), _rms),
-    (patterns(_CENTERED), _rms_centered),
+    (patterns(_BY_METHOD), lambda module, names: _rms_by_method(module, is_centered=False)),
+    (patterns(_CENTERED), lambda module, names: _rms_by_method(module, is_centered=True)),
     (patterns(_WITH_OFFSET), _rms_with_offset),
     (patterns(_FAST_RMS_NORM), functools.partial(_if_not_fast, _rms)),
     (patterns(_LAYER_NORM_IN_FLOAT32), _layer),
@@ -309,7 +315,7 @@ def norm_of_heads(module: Any, width: int) -> FusibleOperation | None:
         return view(module)
     if find(module, (_WITHOUT_WEIGHT,)) is None:
         return norm(module)
-    found = _CENTERED_METHOD.match_all(function_of(type(module)._norm))
+    found = _METHOD.match_all(function_of(type(module)._norm))
     if found is None:
         return None
     check_number(module, found["eps"])
