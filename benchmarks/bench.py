@@ -36,6 +36,7 @@ HERE = Path(__file__).parent
 RECORDED = HERE / "recorded.json"
 CALLS = "calls"
 LIMITED = (
+    "adapters",
     "avx2",
     "experts",
     "head_loss",

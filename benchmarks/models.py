@@ -1,8 +1,7 @@
-"""Whole models of transformers and timm: plain, compiled, and with `tops.fuse`; also with adapters
-of PEFT, on a base as it is (LoRA) or in 4 bits (QLoRA).
+"""Whole models of transformers and timm: plain, compiled, and with `tops.fuse`.
 
     python benchmarks/models.py              all of it, 15 minutes on 2 cores
-    python benchmarks/models.py --quick      three of them without Inductor, a minute
+    python benchmarks/models.py --quick      one of them, without Inductor
 
 A step is forward, loss and backward of a model with random weights; rounds of all ways are
 interleaved. Limits are the targets of the issue that asked for `fuse`. A model that recomputes
@@ -17,7 +16,6 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-import peft
 import timm
 import torch
 import transformers
@@ -31,12 +29,8 @@ from torch import Tensor, nn
 import transformer_ops as tops
 
 CPU = torch.device("cpu")
-# Each architecture is there once, and each kind of adapters.
-QUICK = (
-    "Llama h512 f1376, 4 layers, 512 tokens",
-    "MiniLM shape, 16 x 128 tokens, dropout 0.1, LoRA on q and v",
-    "ViT-S/16, 8 images, LoRA on all linear layers, base as nf4",
-)
+# adapters.py takes two others.
+QUICK = ("Llama h512 f1376, 4 layers, 512 tokens",)
 EAGER, INDUCTOR, FUSED, BOTH = "eager", "Inductor", "fused", "fused, compiled"
 
 
@@ -51,27 +45,8 @@ class Model(NamedTuple):
     inductor: float | None  # None: not measured, since it takes minutes to compile
     saved: float
     peak: float
+    adapt: Callable[[nn.Module], nn.Module] = lambda model: model  # of the model in its dtype
     base: str | None = None  # the format of the fused model's base; the plain one's is as it is
-
-
-# Names of modules with adapters of rank 16.
-ADAPTED: dict[str, str | list[str]] = {
-    "LoRA on q and v": ["q_proj", "v_proj", "query", "value"],
-    "LoRA on all linear layers": "all-linear",
-}
-
-
-def with_adapters(case: Model, what: str, base: str | None) -> Model:
-    """The same with adapters on a frozen base."""
-
-    def make() -> nn.Module:
-        config = peft.LoraConfig(r=16, target_modules=ADAPTED[what])
-        model: Any = case.make()
-        adapted: nn.Module = peft.get_peft_model(model, config)
-        return adapted
-
-    time = (0.72, 0.75) if base is None else (1.0, 1.0)
-    return case._replace(make=make, time=time, inductor=None, base=base)
 
 
 def llama() -> nn.Module:
@@ -179,12 +154,6 @@ MODELS = {
 }
 
 
-for name, case in list(MODELS.items())[:-1]:
-    for what in ADAPTED:
-        MODELS[f"{name}, {what}"] = with_adapters(case, what, None)
-    MODELS[f"{name}, {what}, base as nf4"] = with_adapters(case, what, "nf4")
-
-
 def images(batch: int) -> Tensor:
     """Random ones."""
     return torch.randn(batch, 3, 224, 224, generator=torch.Generator().manual_seed(0))
@@ -228,35 +197,42 @@ def in_bytes(what: str, against: str, limit: float, ours: int, theirs: int) -> R
     return Row(what, against, limit, ours / theirs, *texts)
 
 
-def model_rows(name: str, dtype: torch.dtype, quick: bool) -> Iterator[Row]:
-    """The rows of one model."""
-    case = MODELS[name]
+def model_rows(
+    name: str,
+    case: Model,
+    dtype: torch.dtype,
+    quick: bool,
+    seconds: float = 30.0,
+    sizes: tuple[int, ...] = (1, 8),
+) -> Iterator[Row]:
+    """The rows of one model, whose steps are timed for so long; `sizes`: batches of inference."""
     inputs, is_half = case.inputs, dtype == torch.bfloat16
     torch.manual_seed(0)
-    plain = case.make().to(dtype)
+    plain = case.adapt(case.make().to(dtype))
     model, recomputed = copy.deepcopy(plain), copy.deepcopy(plain)
     if case.base is not None:
         for one in (model, recomputed):
             tops.quantization.quantize_(one, case.base, only="*.base_layer")
     begin = time.perf_counter()
     report = tops.fuse(model, strict=True)
-    seconds = time.perf_counter() - begin
+    took = time.perf_counter() - begin
     reports = {
         "": report,
         f", {PRODUCTS}": tops.fuse(recomputed, strict=True, recompute="products"),
     }
     what = f"{name}, {str(dtype).removeprefix('torch.')}"
-    yield Row(f"{what}: seconds of fuse", SECOND, 1.0, seconds, f"{seconds:.2f} s", SECOND)
+    yield Row(f"{what}: seconds of fuse", SECOND, 1.0, took, f"{took:.2f} s", SECOND)
     given = as_dtype(inputs(case.batch), dtype)
-    # Parameters are there before and after, and no part of what a step takes.
-    own = sum(parameter.nbytes for parameter in model.parameters())
+    plain_saved = saved_bytes(lambda: plain(**given), (), plain.parameters())
+    plain_step = tops.memory.step_bytes(plain, loss=loss_of, **given)
     saved = {}
     for policy, each in reports.items():
-        before, saved[policy] = each.saved_bytes(**given)
+        saved[policy] = each.saved_bytes(**given)[1]
         label = f"{what}{policy}: saved for backward"
-        yield in_bytes(label, EAGER, case.saved, saved[policy], before)
-        step_bytes = each.step(loss=loss_of, **given)
-        peaks = step_bytes.after.peak - own, step_bytes.before.peak - own
+        yield in_bytes(label, EAGER, case.saved, saved[policy], plain_saved)
+        # Parameters are there before and after, and no part of what a step takes.
+        steps = each.step(loss=loss_of, **given).after, plain_step
+        peaks = [one.peak - one.parameters for one in steps]
         yield in_bytes(f"{what}{policy}: peak of a step", EAGER, case.peak, *peaks)
     modules = {EAGER: plain, FUSED: model, PRODUCTS: recomputed}
     calls = {way: step(module, module, given) for way, module in modules.items()}
@@ -269,7 +245,7 @@ def model_rows(name: str, dtype: torch.dtype, quick: bool) -> Iterator[Row]:
         calls[INDUCTOR]()  # compiles, without the hooks that count
         theirs = saved_bytes(lambda: compiled(**given), (), plain.parameters())
         yield in_bytes(f"{what}: saved for backward", INDUCTOR, 1.0, saved[""], theirs)
-    times = interleave(calls, 3.0 if quick else 30.0, Clock(CPU))
+    times = interleave(calls, 3.0 if quick else seconds, Clock(CPU))
     yield timed(f"{what}: step", EAGER, case.time[is_half], times, FUSED, EAGER)
     yield timed(f"{what}, {PRODUCTS}: step", EAGER, 1.0, times, PRODUCTS, EAGER)
     if is_compiled and case.inductor is not None:
@@ -277,7 +253,7 @@ def model_rows(name: str, dtype: torch.dtype, quick: bool) -> Iterator[Row]:
         yield timed(f"{what}: step, compiled", INDUCTOR, 1.0, times, BOTH, INDUCTOR)
     for module in (plain, model):
         module.eval()
-    for size in (1, 8) if case.inductor is not None else ():
+    for size in sizes if case.inductor is not None else ():
         some = as_dtype(inputs(size), dtype)
         some.pop("labels", None)
         ways = {EAGER: inference(plain, some), FUSED: inference(model, some)}
@@ -289,7 +265,7 @@ def rows(quick: bool) -> Iterator[Row]:
     """All rows, in the order in which they are measured."""
     for name in QUICK if quick else MODELS:
         for dtype in (torch.float32,) if quick else (torch.float32, torch.bfloat16):
-            yield from model_rows(name, dtype, quick)
+            yield from model_rows(name, MODELS[name], dtype, quick)
 
 
 if __name__ == "__main__":

@@ -175,6 +175,7 @@ PARTS: dict[str, Callable[[Results], str]] = {
     "threads": lambda results: _limited(results, "threads"),
     "cores": lambda results: _table(tables.cores()),
     "models": lambda results: _limited(results, "models"),
+    "adapters": lambda results: _limited(results, "adapters"),
     "models in short": _models_in_short,
     "calls": lambda results: _calls(results),
     "families": lambda _: families(json.loads(FAMILIES.read_text(encoding="utf-8"))),

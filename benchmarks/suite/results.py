@@ -79,8 +79,8 @@ class Results:
     rows: list[Row] = field(default_factory=list)
     peaks: dict[str, int] = field(default_factory=dict)  # bytes by the id of the stack
     calls: dict[str, Any] | None = None  # what call_cost.py wrote
-    # What the programs of rows.py wrote, by name: avx2, experts, head_loss, layer, quantized,
-    # startup, threads, models.
+    # What the programs of rows.py wrote, by name: adapters, avx2, experts, head_loss, layer,
+    # quantized, startup, threads, models.
     limited: dict[str, Any] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)  # by the id of the case
 
