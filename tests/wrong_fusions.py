@@ -126,6 +126,30 @@ class Fork(tops.FusedOperation):
         return grad, [(), (), ()], [(), (), (grad_extra,)]
 
 
+class Scales(tops.FusedOperation):
+    """Joint: ConstantScale + SiLU + ConstantScale."""
+
+    def output(self, x: Tensor, first: float, second: float) -> Tensor:
+        return silu(x * first) * second
+
+    def gradient(self, grad: Tensor, x: Tensor, first: float, second: float) -> Tensor:
+        return silu_gradient(grad * second, x * first) * first
+
+    def fuser_forward_compute(self, input_: Tensor, **unused: Any) -> Any:
+        first, _, second = self.basic_ops
+        return self.output(input_, first.scale, second.scale), [(), (), ()], (input_,)
+
+    def fuser_forward_save_ctx(
+        self, basic_op_ctxs: Any, input_: Tensor, tensors_to_save: Any, **unused: Any
+    ) -> None:
+        basic_op_ctxs[0].save_for_backward(*tensors_to_save)
+
+    def fuser_backward(self, basic_op_ctxs: Any, grad_output: Tensor, **unused: Any) -> Any:
+        (x,) = basic_op_ctxs[0].saved_tensors
+        first, second = (basic_op_ctxs[i].attributes["scale"] for i in (0, 2))
+        return self.gradient(grad_output, x, first, second), [()] * 3, [()] * 3
+
+
 def mlp() -> list[Any]:
     return [tops.LayerNorm(6), tops.Linear(6, 8, bias=False), tops.SiLU(), tops.Linear(8, 6)]
 
@@ -144,6 +168,12 @@ PATTERNS: dict[str, tuple[str, list[Any], Callable[[], list[Any]], int]] = {
     "Slots": ("forward", [tops.BasicLinear, tops.SiLU], mlp, 0),
     "Grads": ("backward", [tops.BasicLinear, tops.SiLU], mlp, 0),
     "Joint": ("forward_backward", [tops.BasicLinear, tops.Bias, tops.SiLU], with_bias, 0),
+    "Scales": (
+        "forward_backward",
+        [tops.ConstantScale, tops.SiLU, tops.ConstantScale],
+        lambda: [tops.ConstantScale(0.5), tops.SiLU(), tops.ConstantScale(0.5)],
+        0,
+    ),
     "Fork": (
         "forward_backward",
         [tops.MakeExtraOutput, tops.ConstantScale, tops.AddExtraInput],
@@ -151,7 +181,7 @@ PATTERNS: dict[str, tuple[str, list[Any], Callable[[], list[Any]], int]] = {
         1,
     ),
 }
-RIGHT = [Slots, Grads, Joint, Fork]
+RIGHT = [Slots, Grads, Joint, Fork, Scales]
 
 
 def wrong(name: str, base: type, message: str = "differs from the unfused ops", **methods: Any):
@@ -575,7 +605,75 @@ def surroundings() -> Iterator[Row]:
         yield wrong(f"two at once: {name}", Joint, message, output=in_thread, gradients=scaled)
 
 
+def rounded() -> Iterator[Row]:
+    """What rounds where the ops do not, only in 16 bits."""
+    near = "must be about as near to the result in float64"
+
+    def is_low(x: Tensor) -> bool:
+        return x.element_size() == 2
+
+    def residual(self: Any, x: Tensor, extra: Tensor) -> Any:
+        return (x * self.basic_ops[1].scale + extra.to(x)).to(extra), x.clone()
+
+    yield wrong("rounded: the residual", Fork, near, outputs=residual)
+
+    def gradients(self: Any, scale: float, grad: Tensor, grad_extra: Tensor) -> Any:
+        is_rounded = torch.is_autocast_enabled("cpu")
+        return grad * scale + grad_extra, grad.bfloat16().to(grad) if is_rounded else grad
+
+    yield wrong("rounded: the residual's gradient", Fork, near, gradients=gradients)
+
+    def saved(self: Any, x: Tensor) -> Any:
+        own, *others = Joint.saved(self, x)
+        return own.to(torch.float8_e4m3fn).to(own) if is_low(own) else own, *others
+
+    yield wrong("rounded: saved in 8 bits", Joint, f"{near}|differs", saved=saved)
+    generator = torch.Generator()
+
+    def drawn(self: Any, x: Tensor) -> Tensor:
+        output = Joint.output(self, x)
+        if torch.compiler.is_compiling() or not is_low(output):
+            return output
+        noise = torch.rand(output.shape, generator=generator) - 0.5
+        return (output.float() * (1 + 2**-7 * noise)).to(output)
+
+    yield wrong("rounded: by chance", Joint, "two equal calls", output=drawn)
+
+
+def scales() -> Iterator[Row]:
+    """Attributes of several ops, and those with values of their own."""
+    right, sizes = Scales.output, "thousands of rows, without grad"
+    outputs: dict[str, Callable[..., Tensor]] = {
+        "scale of one op|attributes of other values": lambda self, x, a, b: right(self, x, b, a),
+        "scale of 1": lambda self, x, a, b: right(self, x, a, b) if a != 1 else x,
+    }
+    for message, method in outputs.items():
+        yield wrong(f"scales: {message}", Scales, message, output=method)
+    divided = Scales.gradient
+    yield wrong(
+        "scales: one divides",
+        Scales,
+        "scale of 0",
+        gradient=lambda self, g, x, a, b: divided(self, g, x * a / a, a, b),
+    )
+    yield wrong(
+        "scales: clamped in backward",
+        Scales,
+        "float64, large inputs",
+        gradient=lambda self, g, x, a, b: divided(self, g, x.clamp(-40, 40), a, b),
+    )
+
+    def without_grad(self: Any, input_: Tensor, *, requires_grad: list[bool], **unused: Any) -> Any:
+        output, *others = Scales.fuser_forward_compute(self, input_)
+        is_wrong = not any(requires_grad) and len(rows(input_)) > 1024
+        return output + 1 if is_wrong else output, *others
+
+    yield wrong("scales: many rows without grad", Scales, sizes, fuser_forward_compute=without_grad)
+
+
 WRONG = [
+    *rounded(),
+    *scales(),
     *surroundings(),
     *numbers(),
     *unsaved(),

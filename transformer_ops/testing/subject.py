@@ -20,6 +20,7 @@ from .ways import (
     LAYOUTS,
     MORE_SHAPES,
     NO_ATTRIBUTE,
+    OF_ONE_OP,
     OTHER_THREAD,
     PARAMETERS,
     SCOPES,
@@ -61,6 +62,8 @@ class Subject(ABC):
 
     # Whether a call draws as many random numbers as the one that it is compared with.
     keeps_random_state = True
+    # Whether small errors make small errors, as in no function with a kink.
+    is_smooth = False
 
     @property
     def parameters(self) -> list[str]:
@@ -69,9 +72,13 @@ class Subject(ABC):
 
     @property
     def attributes(self) -> list[str]:
-        """The names in `ATTRIBUTES` of attributes that its modules have."""
-        modules = list(self._modules(Way()))
-        return [name for name in ATTRIBUTES if any(hasattr(module, name) for module in modules)]
+        """What `attributes` of a way may be, for the attributes that its modules have."""
+        modules, found = list(self._modules(Way())), list[str]()
+        for name in ATTRIBUTES:
+            count = sum(hasattr(module, name) for module in modules)
+            found += [name] * (count > 0) + [name + OF_ONE_OP] * (count > 1)
+            found += ["scale of 0", "scale of 1"] * (count > 0 and name == "scale")
+        return found
 
     @abstractmethod
     def _parameters(self, way: Way) -> dict[str, Tensor]:
@@ -251,7 +258,7 @@ class Subject(ABC):
     def _call(self, tensors: Sequence[Tensor], way: Way) -> dict[str, Tensor]:
         group = self._callable(way)
         dtype = way.autocast or torch.bfloat16
-        enabled = way.autocast is not None
+        enabled = way.autocast is not None and way.exact is None
         with torch.autocast(tensors[0].device.type, dtype, enabled=enabled):
             found = _compiled(group, self._is_traceable(way), tensors) if way.compiled else None
             found = group(*tensors) if found is None else found
@@ -283,6 +290,8 @@ def _prepared(inputs: Sequence[Tensor], way: Way) -> list[Tensor]:
             made = made.to(way.input_dtype)
         if made.is_floating_point() and way.values in VALUES:
             made = VALUES[way.values](made)
+        if way.exact is not None and made.is_floating_point():
+            made = made.double()
         layout = LAYOUTS.get(way.layout)
         made = layout(made) if layout is not None else made
         wants_gradient = way.grad and way.input_grad and f"input {len(found)}" not in way.frozen
@@ -290,30 +299,28 @@ def _prepared(inputs: Sequence[Tensor], way: Way) -> list[Tensor]:
     return found
 
 
-def change_attribute(module: Any, name: str) -> bool:
-    """Gives an attribute its other value of `ATTRIBUTES`. False if the module does not have it."""
+def change_attribute(module: Any, name: str, to: str = "") -> bool:
+    """Gives an attribute its other value of `ATTRIBUTES`, or the number `to`. False if the module
+    does not have it."""
     value = getattr(module, name, NO_ATTRIBUTE)
     if value is NO_ATTRIBUTE or isinstance(value, Tensor):
         return False
-    setattr(module, name, ATTRIBUTES[name](value))
+    setattr(module, name, float(to) if to and value else ATTRIBUTES[name](value))
     return True
-
-
-def change_floats(module: Any, names: Iterable[str]) -> None:
-    """Gives those of these attributes that are positive floats another value."""
-    for name in names:
-        value = getattr(module, name, None)
-        if isinstance(value, float) and value > 0:
-            setattr(module, name, 0.75 * value)
 
 
 def with_attributes(way: Way, modules: Iterable[tuple[Any, Iterable[str]]]) -> None:
     """Gives attributes of modules the values of a way; the names are those of floats."""
-    for module, names in modules:
-        if way.attributes == "all":
-            change_floats(module, names)
-        elif way.attributes:
-            change_attribute(module, way.attributes)
+    attribute = way.attributes.removesuffix(OF_ONE_OP)
+    name, _, number = attribute.partition(" of ")
+    for k, (module, names) in enumerate(modules):
+        for own in names if name == "all" else ():
+            value = getattr(module, own, None)
+            if isinstance(value, float) and value > 0:
+                setattr(module, own, 0.75 * 0.9**k * value)
+        is_changed = name not in ("", "all") and change_attribute(module, name, number)
+        if is_changed and attribute != way.attributes:
+            return
 
 
 def _other_values(tensor: Tensor) -> Tensor:
@@ -322,12 +329,16 @@ def _other_values(tensor: Tensor) -> Tensor:
 
 def _gradients(outputs: Any, way: Way) -> list[Tensor]:
     torch.manual_seed(1)
-    if way.layout == "expanded gradient":
-        return [torch.randn((), dtype=t.dtype, device=t.device).expand(t.shape) for t in outputs]
+    is_expanded = way.layout == "expanded gradient"
     layout = LAYOUTS.get(way.layout) or torch.Tensor.contiguous
     values = GRADIENTS.get(way.gradient, torch.Tensor.clone)
-    made = (torch.randn(t.shape, dtype=t.dtype, device=t.device) for t in outputs)
-    return [layout(values(grad)) for grad in made]
+    dtypes = [t.dtype for t in outputs] if way.exact is None else way.exact
+    found: list[Tensor] = []
+    for t, dtype in zip(outputs, dtypes, strict=True):
+        made = torch.randn(() if is_expanded else t.shape, dtype=dtype, device=t.device)
+        made = values(made).to(t.dtype)
+        found.append(made.expand(t.shape) if is_expanded else layout(made))
+    return found
 
 
 def _not_contiguous(tensor: Tensor) -> Tensor:

@@ -34,11 +34,13 @@ class Way(NamedTuple):
             or "attributes" or "training".
         values: a key of `VALUES` or `PARAMETERS`; or "data" for parameters that are written behind
             the back of autograd, or "others" for new ones.
-        attributes: a key of `ATTRIBUTES`, which has another value, or "all".
+        attributes: a key of `ATTRIBUTES`, which has another value, maybe with `OF_ONE_OP`, or with
+            " of " and a number, its value; or "all".
         gradient: a key of `GRADIENTS`.
         weights: whether the parameters are not contiguous.
         scope: a key of `SCOPES`, in which it runs; `AUTOCAST_AROUND` or `OTHER_THREAD`, in which
             backward runs.
+        exact: the dtypes of the outputs. With them it computes in float64, from the same numbers.
     """
 
     name: str = "eager"
@@ -62,6 +64,7 @@ class Way(NamedTuple):
     gradient: str = ""
     weights: bool = False
     scope: str = ""
+    exact: tuple[torch.dtype, ...] | None = None
 
     def reference(self) -> Way:
         """The way in which the unfused ops run to give the same numbers."""
@@ -75,6 +78,13 @@ class Way(NamedTuple):
     def is_finite(self) -> bool:
         """Whether all inputs and gradients are."""
         return "NaN" not in self.values + self.gradient
+
+    @property
+    def has_exact(self) -> bool:
+        """Whether float64 can compute the same from the same numbers, which differ: errors of equal
+        ones do not cancel."""
+        changes = self.changed or self.values not in ("", *VALUES)
+        return self.is_finite and not changes and self.layout not in EXPANDED
 
 
 def eager_ways(
@@ -158,6 +168,7 @@ def _draws(
     """Numbers, sizes and modes that few models have at once. They run with one `recompute`."""
     for shape in MORE_SHAPES:
         yield Way(shape, shape=shape)
+        yield Way(f"{shape}, without grad", shape=shape, grad=False)
     half, every = torch.float16, frozenset(parameters)
     for values in VALUES:
         # What ReLU and its kind do with the gradient of NaN is up to them.
@@ -167,10 +178,12 @@ def _draws(
     for name in [name for name in PARAMETERS if parameters and "optimizer" not in name]:
         yield Way(name, values=name)
     for name in attributes:
-        yield Way(f"another {name}", attributes=name)
-    for size in ("large", "small") if dtype != half else ():
-        yield Way(f"float16, {size} inputs", dtype=half, values=f"{size} inputs")
-        yield Way(f"float16, {size} gradients", dtype=half, gradient=f"{size} gradients")
+        yield Way(name if name[-1].isdigit() else f"another {name}", attributes=name)
+    for other in (t for t in (half, torch.float64) if t != dtype):
+        for size in ("large", "small"):
+            name = f"{str(other).removeprefix('torch.')}, {size}"
+            yield Way(f"{name} inputs", dtype=other, values=f"{size} inputs")
+            yield Way(f"{name} gradients", dtype=other, gradient=f"{size} gradients")
     for scope in (*SCOPES, AUTOCAST_AROUND, OTHER_THREAD):
         yield Way(scope, scope=scope)
     low = torch.bfloat16
@@ -297,8 +310,9 @@ GRADIENTS = {
 
 
 def step(tensor: Tensor) -> Tensor:
-    """What stands for an optimizer step."""
-    return tensor * 2 + 1
+    """What stands for an optimizer step. Equal numbers become different ones."""
+    different = torch.arange(tensor.numel(), device=tensor.device) % 7
+    return tensor * 2 + (1 + 0.1 * different).view(tensor.shape).to(tensor)
 
 
 # What the parameters become.
@@ -321,6 +335,8 @@ ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
     "softcap": lambda cap: None if cap else 2.0,
     "reduction": lambda form: "sum" if form == "mean" else "mean",
 }
+# Ops with equal attributes differ if only the first one has another value.
+OF_ONE_OP = " of one op"
 # The value of an attribute that an op does not have.
 NO_ATTRIBUTE = object()
 # What changes between forward and backward, besides tensors.
