@@ -4,6 +4,7 @@ between forward and backward."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -22,8 +23,9 @@ Kwargs = list[dict[str, Any]]
 Tensors = Sequence[Tensor | None]
 
 _NO_STAND_INS = StandIns()
+_NOTHING = nullcontext()
 # The attributes of a context that are there from the start.
-_OWN = ("to_save", "saved_tensors", "requires_grad", "dtype", "attributes")
+_OWN = {"to_save", "saved_tensors", "requires_grad", "dtype", "attributes"}
 # A placeholder for a tensor among other values.
 _TENSOR = object()
 
@@ -228,7 +230,7 @@ class HostCall(WeightCall):
         arguments: dict[str, Any] = {"extra_inputs": extra_inputs, "kwargs": kwargs}
         try:
             with self._seen_by(step, dtypes, self.stand_ins):
-                output, extra = self._run_forward(step, contexts, input_, arguments)
+                output, extra = self._run_forward(op, contexts, input_, arguments)
         except Exception as error:
             step.note(error, "forward")
             raise
@@ -248,12 +250,11 @@ class HostCall(WeightCall):
 
     def _run_forward(
         self,
-        step: HostStep,
+        op: FusibleOperation,
         contexts: list[OperationContext],
         input_: Tensor,
         arguments: dict[str, Any],
     ) -> tuple[Any, list[method_calls.Tensors]]:
-        op = step.op
         if op._forward_style() == "single":
             return method_calls.forward(op, contexts, input_, **arguments)
         arguments["requires_grad"] = [ctx.requires_grad for ctx in contexts]
@@ -263,8 +264,10 @@ class HostCall(WeightCall):
 
     def _seen_by(
         self, step: HostStep, dtypes: Sequence[torch.dtype | None], stand_ins: StandIns
-    ) -> StandIns:
+    ) -> AbstractContextManager[object]:
         """What the methods of a step get instead of the tensors on their modules."""
+        if stand_ins is _NO_STAND_INS and self.plan.autocast.dtype is None:
+            return _NOTHING
         found = self.plan.autocast.stand_ins(step.basic_ops, dtypes, stand_ins)
         if found.is_trace:
             found.user = type(step.op).__name__
@@ -294,9 +297,10 @@ class HostCall(WeightCall):
 
     def _slots_of(self, step: HostStep, op: int) -> Tensors:
         """The slots of a native op from its context; any other op saves its own tensors."""
-        context = self.contexts[op]
+        context, plan = self.contexts[op], self.plan
+        if type(context.to_save) is tuple and not context.to_save and plan.is_free[op]:
+            return []
         method_calls.check_saved(step.op, context.to_save)
-        plan = self.plan
         if plan.autocast.dtype is not None:
             own = set(map(id, plan.basic_ops[op]._parameter_tensors()))
             kept_ids = enumerate(map(id, context.to_save))
@@ -338,6 +342,8 @@ class HostCall(WeightCall):
     def _take_attributes(self, op: int) -> list[Tensor]:
         """Removes attributes with tensors of this call from a context."""
         own = vars(self.contexts[op])
+        if own.keys() <= _OWN:
+            return []
         taken: list[Tensor] = []
         for name, value in list(own.items()):
             if name in _OWN or not isinstance(value, Tensor | list | tuple | dict):
@@ -381,10 +387,12 @@ class HostCall(WeightCall):
             self._context(i, dtype, tensors)
             for i, dtype, tensors in zip(step.ops, dtypes, saved, strict=True)
         ]
-        for i, context in zip(step.ops, contexts, strict=True):
-            vars(context).update(attributes.get(i, {}))
+        for i, own in attributes.items():
+            if i in step.ops:
+                vars(contexts[step.ops.index(i)]).update(own)
         try:
-            computed = [context.dtype for context in contexts]
+            casts = self.plan.autocast.dtype is not None
+            computed = [context.dtype for context in contexts] if casts else dtypes
             others = self.stand_ins.with_given(cast(Sequence[Tensor], standing))
             in_backward = self.plan.autocast.in_backward(cast(Tensor, grads[0]))
             with self._seen_by(step, computed, others), in_backward:
@@ -415,6 +423,8 @@ class HostCall(WeightCall):
     def _context(self, op: int, dtype: torch.dtype | None, saved: Tensors) -> OperationContext:
         context = self.contexts.get(op) or OperationContext(True, dtype, self.plan.plan.ops[op][1])
         plan = self.plan
+        if plan.autocast.dtype is None:
+            return context._bind(tuple(saved))
         names = plan.plan.slots[op]
 
         def is_parameter(k: int) -> bool:

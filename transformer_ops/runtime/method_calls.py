@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from ..op.base import BasicOperation, FusibleOperation
 from ..op.context import OperationContext
-from ..op.methods import shown, single_name, split_names, unpacked
+from ..op.methods import KEYWORDS, shown, single_name, split_names, unpacked
 
 Tensors = tuple[Tensor | None, ...]
 
@@ -116,12 +116,14 @@ def _check_gradients(op: FusibleOperation, what: str, lists: list[Tensors]) -> N
 
 
 def _check_gradient(op: FusibleOperation, what: str, gradient: Any) -> None:
-    if gradient is not None and not is_tensor(gradient):
+    if gradient is None or (type(gradient) is Tensor and gradient.layout is strided):
+        return
+    if not is_tensor(gradient):
         raise RuntimeError(
             f"[{type(op).__name__}] {op._python_backward}_backward must return a tensor or None "
             f"as the gradient of {what}, got {shown(gradient)}"
         )
-    if gradient is not None and not is_compiling() and gradient.layout != strided:
+    if not is_compiling() and gradient.layout != strided:
         raise RuntimeError(
             f"[{type(op).__name__}] {op._python_backward}_backward must return a dense tensor or "
             f"None as the gradient of {what}, got one with layout {gradient.layout}"
@@ -206,14 +208,12 @@ def _offer(
         "basic_op_kwargs": kwargs,
         "next_op_input_quantizer": None,
         "prev_op_grad_output_quantizer": None,
-        "requires_grad": requires_grad,
     }
-    if _delegates(op):
-        if requires_grad is None:
-            del offered["requires_grad"]
+    accepted = None if _delegates(op) else op._accepted_keywords[method]
+    if accepted == KEYWORDS:
         return offered
-    accepted = op._accepted_keywords[method]
-    return {name: value for name, value in offered.items() if name in accepted}
+    offered |= {"requires_grad": requires_grad} if accepted or requires_grad is not None else {}
+    return {n: v for n, v in offered.items() if accepted is None or n in accepted}
 
 
 def _extra_outputs(op: FusibleOperation, method: str, extra: Any) -> list[Tensors]:
@@ -244,7 +244,8 @@ def _per_basic_op(
     what: str,
     lists: Any,
 ) -> list[Tensors]:
-    found = [_entries(op, method, what, e) for e in _entries(op, method, what, lists)]
+    entries = lists if type(lists) in _PLAIN_LISTS else _entries(op, method, what, lists)
+    found = [e if type(e) is tuple else _entries(op, method, what, e) for e in entries]
     count = len(op.basic_ops)
     if not found:
         return [()] * count
