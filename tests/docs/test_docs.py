@@ -40,6 +40,16 @@ def test_python_blocks(page):
         assert printed == shown[1]
 
 
+def test_a_first_fusion_is_short():
+    """Forward, backward, registration and check."""
+    code = CODE.findall((ROOT / "docs" / "first-fusion.md").read_text(encoding="utf-8"))
+    (written,) = (block for block in code if block.startswith("class LinearSiLU"))
+    (checked,) = (block for block in code if block.startswith("PATTERN"))
+    (registered,) = (block for block in code if block.startswith("handle"))
+    lines = [*written.splitlines(), *checked.splitlines(), registered.splitlines()[0]]
+    assert len([line for line in lines if line and "print" not in line]) <= 20
+
+
 @pytest.mark.parametrize("page", ["README.md", "docs/models.md", "docs/adapters.md"])
 def test_reports_as_printed(page):
     """The rows of a fused model that no processor changes: some run our products, others do not."""
