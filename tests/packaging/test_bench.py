@@ -611,7 +611,7 @@ def test_a_time_by_itself_fails_no_check() -> None:
 def test_every_program_starts_by_itself() -> None:
     # As `python benchmarks/NAME.py` does, with none of the others' modules loaded before.
     starts = (
-        "import os, pathlib, runpy, transformer_ops\n"
+        "import os, pathlib, runpy, peft, timm, transformer_ops\n"
         "for path in sorted(pathlib.Path.cwd().glob('*.py')):\n"
         "    if (child := os.fork()) == 0:\n"
         "        runpy.run_path(str(path), run_name='imported')\n"
