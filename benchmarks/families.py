@@ -126,7 +126,7 @@ def model_of(name: str, classes: str | tuple[str, ...]) -> Any:
 
 def inputs_of(kind: str, model: Any) -> dict[str, Tensor]:
     torch.manual_seed(1)
-    tokens = torch.randint(3, 200, (2, 16))
+    tokens = torch.randint(3, 200, (4, 32))  # more rows than features, as in training
     if kind in ("causal", "masked", "seq2seq"):
         return {"input_ids": tokens, "labels": tokens}
     labels = torch.tensor([1, 0])

@@ -88,8 +88,10 @@ def assert_same_gradients(plain: nn.Module, fused: nn.Module) -> None:
     torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-6)
 
 
+FEW = torch.where(torch.arange(9) % 4 == 1, batch()["labels"], -100)
 EXTRAS: dict[str, dict[str, Any]] = {
     "mean": {},
+    "few labels": {"labels": FEW},
     "items": {"num_items_in_batch": 7},
     "items as a tensor": {"num_items_in_batch": torch.tensor(11)},
     "some rows": {"logits_to_keep": 4, "shift_labels": batch()["labels"][:, -4:].contiguous()},
@@ -105,7 +107,8 @@ def test_loss_and_gradients(family: str, tied: bool, extra: dict[str, Any]) -> N
     given = batch()
     if "ignore_index" in extra:
         given["labels"] = given["labels"].clamp_min(0)
-    want, got = plain(**given, **extra), fused(**given, **extra)
+    given |= extra
+    want, got = plain(**given), fused(**given)
     torch.testing.assert_close(got.loss, want.loss)
     assert is_deferred(got.logits)
     assert got.logits.shape == want.logits.shape and got.logits.dtype == want.logits.dtype
@@ -285,7 +288,11 @@ _BERT = ENCODER | {
     "vocab_size": V, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0
 }  # fmt: skip
 _SMALL = {"vocab_size": V, "d_model": 32, "decoder_start_token_id": 0}
-_NO_DROPOUT = {"dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0}
+_BART = _SMALL | {
+    "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48,
+    "encoder_attention_heads": 4, "decoder_attention_heads": 4, "dropout": 0.0,
+    "attention_dropout": 0.0, "activation_dropout": 0.0,
+}  # fmt: skip
 # class -> (its configuration, its head)
 HEADS: dict[str, tuple[dict[str, Any], str]] = {
     "BertForMaskedLM": (_BERT, "cls.predictions"),
@@ -300,11 +307,19 @@ HEADS: dict[str, tuple[dict[str, Any], str]] = {
         _SMALL | {"d_ff": 48, "num_layers": 1, "num_heads": 4, "d_kv": 8, "dropout_rate": 0.0},
         "lm_head",
     ),
-    "BartForConditionalGeneration": (
-        _SMALL | _NO_DROPOUT | {"encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 48,
-                                "decoder_ffn_dim": 48, "encoder_attention_heads": 4,
-                                "decoder_attention_heads": 4},
+    "BartForConditionalGeneration": (_BART, "lm_head"),
+    "MarianMTModel": (_BART | {"pad_token_id": 0}, "lm_head"),
+    "OPTForCausalLM": (
+        {"vocab_size": V, "hidden_size": 32, "num_hidden_layers": 1, "ffn_dim": 48, "dropout": 0.0,
+         "num_attention_heads": 4, "word_embed_proj_dim": 32},
         "lm_head",
+    ),
+    "FalconH1ForCausalLM": (SIZES | {"lm_head_multiplier": 0.3, "mamba_n_heads": 4,
+                                     "mamba_d_head": 16, "mamba_d_ssm": 64}, "lm_head"),
+    "WhisperForConditionalGeneration": (
+        _BART | {"max_source_positions": 8, "max_target_positions": 16, "num_mel_bins": 4,
+                 "pad_token_id": 0},
+        "proj_out",
     ),
 }  # fmt: skip
 
@@ -325,8 +340,12 @@ def heads(request: pytest.FixtureRequest) -> tuple[Any, Any, str]:
 
 def test_heads_of_other_forms(heads: tuple[Any, Any, str]) -> None:
     plain, fused, head = heads
+    given = batch()
+    if fused.main_input_name == "input_features":
+        del given["input_ids"]
+        given["input_features"] = torch.randn(2, 4, 16)
     for use in ("loss", "loss and logits", "loss"):
-        want, got = plain(**batch()), fused(**batch())
+        want, got = plain(**given), fused(**given)
         assert is_deferred(got.logits)
         torch.testing.assert_close(got.loss, want.loss)
         for out in (want, got):
@@ -338,8 +357,8 @@ def test_heads_of_other_forms(heads: tuple[Any, Any, str]) -> None:
     torch.testing.assert_close(torch.Tensor.add(got.logits, 0), want.logits)
     seen: list[Tensor] = []
     fused.get_submodule(head).register_forward_hook(lambda *given: seen.append(given[2]))
-    assert type(fused(**batch()).logits) is Tensor and len(seen) == 1
-    assert type(fused.eval()(**batch()).logits) is Tensor
+    assert type(fused(**given).logits) is Tensor and len(seen) == 1
+    assert type(fused.eval()(**given).logits) is Tensor
 
 
 def test_a_global_activation_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:

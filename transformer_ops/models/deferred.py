@@ -98,7 +98,8 @@ class _Loss(torch.autograd.Function):
         ctx.logits, ctx.options, ctx.form = logits, options, form
         ctx.set_materialize_grads(False)
         wanted = promise.product.needs if ctx.needs_input_grad[0] else (False,) * 3
-        loss, *made = promise.product.loss(form, target, options, wanted)
+        ctx.policy = promise.product.policy(target, options)
+        loss, *made = promise.product.loss(form, target, options, ctx.policy, wanted)
         ctx.save_for_backward(target, *made)
         return loss.to(promise.dtype)
 
@@ -119,7 +120,7 @@ class _Loss(torch.autograd.Function):
         if torch.is_grad_enabled() or _is_batched(grad):
             return dense(), None, None, None
         promise = promise_of(logits)
-        parts = promise.product.loss_gradients(ctx.form, target, options, grad, made)
+        parts = promise.product.loss_gradients(ctx.form, target, options, ctx.policy, grad, made)
         return DeferredGradient.of(promise, dense, parts), None, None, None
 
 
@@ -445,16 +446,20 @@ _DEFERRED: dict[Any, Callable[..., Any]] = {
 
 
 class DeferredHead(nn.Module):
-    """Defers the product of a head."""
+    """Defers the product of a head, and what is computed `after` it."""
 
-    def __init__(self, owner: nn.Module) -> None:
+    def __init__(self, owner: nn.Module, after: Callable[[Tensor], Tensor] | None = None) -> None:
         super().__init__()
         # This bypasses nn.Module, which would register the owner as a submodule.
-        self.__dict__["_owner"] = owner
+        self.__dict__.update(_owner=owner, _after=after)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """`hidden[..., in_features]` to deferred logits `[..., num_classes]`. Tensors that do not
         fit each other raise what they raise in `F.linear`."""
+        after, logits = self.__dict__["_after"], self._product(hidden)
+        return logits if after is None else after(logits)
+
+    def _product(self, hidden: Tensor) -> Tensor:
         owner = self.__dict__["_owner"]
         # FSDP frees the weight behind forward.
         is_freed = getattr(owner, "_is_fsdp_managed_module", False)

@@ -141,12 +141,23 @@ class HeadProduct:
         bias = None if bias is None else bias.to(self.dtype)
         return rows.to(self.dtype), self.weight.to(self.dtype), bias
 
+    def policy(self, target: Tensor, options: dict[str, Any]) -> str:
+        """Whether the gradients are made in "forward" or in "backward". Rows have gradients of
+        their own. If few rows count, to compute their logits twice is cheap, and the gradient of
+        the weight is large."""
+        if options["reduction"] == "none":
+            return "backward"
+        # Gradients of a mean in float16 are made for the sum, which only forward can.
+        if self.device.type != "cpu" or self.dtype == torch.float16:
+            return "forward"
+        count = int((target != options["ignore_index"]).sum())
+        return "backward" if 4 * count <= self.hidden.shape[-1] else "forward"
+
     def loss(
-        self, form: Form, target: Tensor, options: dict[str, Any], wanted: Any
+        self, form: Form, target: Tensor, options: dict[str, Any], policy: str, wanted: Any
     ) -> tuple[Tensor, ...]:
         """The loss, what multiplies the gradients, and the gradients of (rows, weight, bias) that
-        are wanted; they are empty if the loss has rows."""
-        policy = "backward" if options["reduction"] == "none" else "forward"
+        are wanted; they are empty if they are made in backward."""
         with torch.autocast(self.device.type, enabled=False):
             loss, _, _, *made = torch.ops.transformer_ops.linear_cross_entropy(
                 *self._given(form), target, *_values(options, form), policy, None, True, *wanted
@@ -154,12 +165,18 @@ class HeadProduct:
         return loss, *made
 
     def loss_gradients(
-        self, form: Form, target: Tensor, options: dict[str, Any], grad: Tensor, made: list[Tensor]
+        self,
+        form: Form,
+        target: Tensor,
+        options: dict[str, Any],
+        policy: str,
+        grad: Tensor,
+        made: list[Tensor],
     ) -> list[Tensor | None]:
         """The gradients of (hidden, weight, bias), of what `loss` made."""
         statistics, *parts = made
         grad = grad.to(statistics.dtype)
-        if options["reduction"] == "none":
+        if policy == "backward":
             self.check()
             parts = torch.ops.transformer_ops.linear_cross_entropy_backward(
                 grad.contiguous(),

@@ -8,6 +8,9 @@ computed when they are read, which a loss never does (`deferred`).
 from __future__ import annotations
 
 import ast
+import operator
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -53,7 +56,26 @@ def _head(module: Any, names: Names) -> list[nn.Module]:
     first: Any = product.basic_ops[0]
     if not isinstance(product, BorrowedLinear) or first._owners() != [last]:
         raise FuseSkip("the product of the head is not its last step")
-    return [*ops, DeferredHead(last)]
+    return [*ops, DeferredHead(last, _after(module, names))]
+
+
+def _after(module: Any, names: Names) -> Callable[[Tensor], Tensor] | None:
+    """What the statement does to the product."""
+    if "call" in names:
+        if names["call"] not in ("float", "contiguous"):
+            raise FuseUnfit(f"{names['call']} changes the logits")
+        return operator.methodcaller(names["call"])
+    if "factor" in names:
+        factor = getattr(getattr(module, names["part"]), names["factor"])
+        if type(factor) not in (int, float):
+            raise FuseUnfit(f"{names['factor']} is no number")
+        return lambda logits: logits * factor
+    if "row" in names:
+        owner, row = weakref.ref(module), names["row"]  # the module has these ops
+        if not isinstance(getattr(module, row), Tensor):
+            raise FuseUnfit(f"{row} is no tensor")
+        return lambda logits: logits + getattr(owner(), row)
+    return None
 
 
 def _trains(module: Any, input: Tensor) -> bool:
@@ -67,4 +89,14 @@ def _is_transformed() -> bool:
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
-register_fuse_rule("head and loss", "L = any_steps(H)", _head, when=_trains)
+register_fuse_rule(
+    "head and loss",
+    [
+        "L = any_steps(H)",
+        "L = any_steps(H).any_call()",
+        "L = any_steps(H) + self.any_row",
+        "L = any_steps(H) * self.any_part.any_factor",
+    ],
+    _head,
+    when=_trains,
+)

@@ -97,7 +97,7 @@ class Pattern:
     into statements; the terms of a sum, and the factors of a product, may stand in any order, and
     arguments of a function of torch may have names. A branch that is `any_statements` matches every
     branch. Each placeholder stands for one name, the same one everywhere, and no two for the same
-    one; `H` may also stand for a part of a variable, such as `x[:, i, :]`.
+    one; `H` may also stand for a part of a variable, such as `x[:, i, :]` or `x.logits`.
     """
 
     def __init__(self, text: str) -> None:
@@ -292,7 +292,10 @@ def _matches(wanted: Any, found: Any, match: _Match, scope: Scope) -> Iterator[_
 
 
 def _is_part_of_local(node: Any, scope: Scope) -> bool:
-    """Whether it is a local variable with an index of constants, slices and local variables."""
+    """Whether it is an attribute of a local variable, or a local variable with an index of
+    constants, slices and local variables."""
+    if isinstance(node, ast.Attribute):
+        return isinstance(node.value, ast.Name) and node.value.id in scope.locals
     if not isinstance(node, ast.Subscript):
         return False
     kinds = (ast.Name, ast.Constant, ast.Slice, ast.Tuple, ast.UnaryOp, ast.USub, ast.Load)
