@@ -101,7 +101,8 @@ LLAMA = {"layer": 2, "norm": 1}
 GEMMA = {"layer": 2, "norm of any dtype": 1}
 PARALLEL = {"attention": 2, "parallel branches": 2}
 PARALLEL_HALVES = {"attention": 2, "parallel branches of a norm": 2}
-BERT = {"attention": 2, "feed-forward, sum and norm": 2}
+# With the second half alone, where attention runs as its own statements.
+BERT = {"layer": 2, "feed-forward, sum and norm": 2}
 # Layers with norms behind the sums. In calls with an encoder's output, their half with attention
 # to it reads the residual, too.
 CROSS = {"layer": 2, "sum and norm": 2}
@@ -198,7 +199,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, int]]] = {
     "Bloom": (small("BloomForCausalLM", "BloomConfig", **BLOOM), {"attention": 2}),
     # Their attention is given away with its weights, as one tuple.
     "MegatronBert": (masked("MegatronBert"), {"attention": 2, "feed-forward": 1, "sum": 4}),
-    "RemBert": (masked("RemBert"), BERT | {"feed-forward": 1, "sum and norm": 2}),
+    "RemBert": (
+        masked("RemBert"),
+        {"attention": 2, "feed-forward": 1, "feed-forward, sum and norm": 2, "sum and norm": 2},
+    ),
     "T5": (small("T5ForConditionalGeneration", "T5Config", **T5), {"norm": 8, "residual": 4}),
     "T5, gated": (
         small("T5ForConditionalGeneration", "T5Config", **T5, feed_forward_proj="gated-gelu"),
@@ -206,6 +210,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, int]]] = {
     ),
     "Bert": (masked("Bert"), BERT | {"feed-forward": 1}),
     "Roberta": (masked("Roberta"), BERT | {"feed-forward": 1}),
+    "Albert": (
+        masked("Albert"),
+        {"feed-forward": 1, "feed-forward in chunks": 1, "residual and norm": 1, "sum and norm": 1},
+    ),
     # Their heads are a part of the forward of the model.
     "Electra": (masked("Electra"), BERT),
     "DistilBert": (
@@ -257,6 +265,23 @@ def test_loss_gradients_and_state_dict(name: str, tmp_path: Path) -> None:
     want = plain.state_dict()
     assert again.state_dict().keys() == want.keys()
     assert all(torch.equal(tensor, want[key]) for key, tensor in again.state_dict().items())
+
+
+def calls_of_hook(model: Any, path: str) -> int:
+    calls: list[int] = []
+    handle = model.get_submodule(path).register_forward_hook(lambda *_: calls.append(1))
+    model(**inputs(model))
+    handle.remove()
+    return len(calls)
+
+
+@pytest.mark.parametrize("name", ["Albert", "Bert", "DistilBert"])
+def test_hooks_of_every_module(name: str) -> None:
+    plain: Any = make(name)
+    model: Any = copy.deepcopy(plain)
+    tops.fuse(model)
+    for path, _ in plain.named_modules():
+        assert calls_of_hook(model, path) == calls_of_hook(plain, path), path
 
 
 @pytest.mark.parametrize(

@@ -457,7 +457,17 @@ def _chunks(module: Any, names: Names) -> list[FusibleOperation]:
     """A method on parts of a sequence, or on the whole where their size is 0 (transformers)."""
     if getattr(module, names["size"]) != 0:
         raise FuseSkip(f"{names['size']} is not 0")
-    return ops_of_method(module, names["chunk"])
+    make = _of_methods.get(names["chunk"])
+    return ops_of_method(module, names["chunk"]) if make is None else make(module)
+
+
+# The methods of other forms than steps -> what makes their ops.
+_of_methods: dict[str, Callable[[Any], list[FusibleOperation]]] = {}
+
+
+def register_method(name: str, make: Callable[[Any], list[FusibleOperation]]) -> None:
+    """Says what makes the ops of a method of this name."""
+    _of_methods[name] = make
 
 
 def _op(make: MakeOp) -> Callable[[Any, Names], list[FusibleOperation]]:

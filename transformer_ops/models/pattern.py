@@ -32,6 +32,7 @@ __all__ = [
     "Steps",
     "Template",
     "arguments_in",
+    "calls_in",
     "choices",
     "find_step",
     "match_groups",
@@ -429,16 +430,21 @@ class Arguments(str):
     is_first: bool
 
 
-def arguments_in(names: Names) -> Arguments | None:
-    """What the one attention module among steps is given; None if there is none, or several."""
+def calls_in(names: Names) -> list[Arguments]:
+    """What each attention module among steps is given."""
     steps = [name for name in names.values() if isinstance(name, Steps)]
-    found = [
+    return [
         arguments
         for one in steps
         for _, own in one.list
         if isinstance(arguments := own.get("arguments"), Arguments)
     ]
-    return found[0] if len(found) == 1 else None
+
+
+def arguments_in(names: Names) -> Arguments | None:
+    """What the one attention module among steps is given; None if there is none."""
+    found = calls_in(names)
+    return found[0] if found else None
 
 
 _steps: list[Template] = []

@@ -34,8 +34,9 @@ from .branches import may_run
 from .captures import Captures, captures_of
 from .facts import Facts, Watcher
 from .pattern import Names, Steps, arguments_in
-from .reads import Source, objects_of
+from .reads import Source, objects_of, reads_of_function
 from .rules import FuseRule, FuseSkip, FuseUnfit
+from .statements import function_of
 from .whole import name_of
 from .widths import Routed, Widths, widths_of
 from .windows import Condition
@@ -207,7 +208,7 @@ class Region:
             self._closed.add_type(part, "")
             for name in part._modules:
                 self._closed.add_value(part._modules, name, "")
-        for name in self._attributes() & module._modules.keys():
+        for name in self._attributes(module) & module._modules.keys():
             self._closed.add_value(module._modules, name, "")
 
     def why_not(self, module: nn.Module) -> str:
@@ -233,7 +234,7 @@ class Region:
     def parts(self, module: nn.Module) -> list[nn.Module]:
         """The modules that the statements call."""
         found = {**module._modules, **vars(module)}
-        called = (found.get(name) for name in sorted(self._attributes()))
+        called = (found.get(name) for name in sorted(self._attributes(module)))
         return [part for part in called if isinstance(part, nn.Module)]
 
     def covered(self, module: nn.Module) -> Iterator[nn.Module]:
@@ -256,11 +257,14 @@ class Region:
         own = module._parameters.values()
         return any(map(is_dtensor, (*own, *_parameters(self.parts(module)))))
 
-    def _attributes(self) -> set[str]:
-        """The attributes of the module that the statements read."""
+    def _attributes(self, module: nn.Module) -> set[str]:
+        """The attributes of the module that the statements read, also in its methods."""
         found = {name for key, name in self.names.items() if len(key) > 1}
         steps = [name for name in found if isinstance(name, Steps)]
-        return (found - {*steps}).union(*(step.attributes for step in steps))
+        called = [own["chunk"] for one in steps for _, own in one.list if "chunk" in own]
+        methods = (function_of(getattr(class_of(module), name)) for name in called)
+        in_methods = (chain[0] for method in methods for chain in reads_of_function(method).own)
+        return (found - {*steps}).union(in_methods, *(step.attributes for step in steps))
 
     def _look(self, module: nn.Module) -> None:
         """Makes the ops, or says why there are none; and what either takes for granted."""
@@ -328,9 +332,9 @@ class Region:
             if any(owner is module for owner in basic._owners())
             for name in basic._watched
         }
-        for name in sorted(self._attributes() & module._modules.keys()):
+        for name in sorted(self._attributes(module) & module._modules.keys()):
             guards.add_value(module._modules, name, f"{name} is another module")
-        for name in sorted((self._attributes() | own) & vars(module).keys()):
+        for name in sorted((self._attributes(module) | own) & vars(module).keys()):
             guards.add_value(vars(module), name, f"{name} has changed")
         tensors = module._parameters
         add_guards(guards, module, "the module", tensors=tensors, is_called=False)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from ..op.borrowed import class_of
-from .pattern import Arguments, Found, Pattern, Scope, arguments_in
+from .pattern import Arguments, Found, Pattern, Scope, arguments_in, calls_in
 from .reads import Objects, Source, objects_of, reads_of
 from .region import Region
 from .rules import FuseRule, FuseSkip, FuseUnfit
@@ -172,6 +172,9 @@ def _source(function: Any, window: Window) -> Source:
 
 
 def _may_stand_for(place: Found) -> bool:
-    """Whether nothing but weights of attention is read later, which ops do not give."""
+    """Whether nothing but weights of attention is read later, which ops do not give. Two calls of
+    attention would have two lists of arguments, of which a region passes one."""
     arguments, window = arguments_in(place.names), place.window
-    return all(window.value.seconds[name] == arguments for name in window.others)
+    return len(calls_in(place.names)) < 2 and all(
+        window.value.seconds[name] == arguments for name in window.others
+    )

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from ..op.borrowed import class_of
 from ..ops.add_extra_input import AddExtraInput
 from ..ops.attention import Attention
 from ..ops.drop_path import DropPath
@@ -19,12 +20,14 @@ from ..ops.norm import LayerNorm, RMSNorm
 from .attention import find_attention
 from .attention_forms import names_around
 from .attention_ops import attention_in
-from .parts import count_products, ops_of, part
+from .parts import count_products, ops_of, part, register_method
 from .pattern import Names, Pattern, arguments_in, register_call
 from .rules import FuseSkip, FuseUnfit, register_fuse_rule
-from .whole import whole
+from .whole import unknown, whole
 
 _CHANNEL = "residual"
+# The method of BERT's layers that has their feed-forward.
+_METHOD = "feed_forward_chunk"
 
 
 def _begin(channel: str = _CHANNEL) -> nn.Module:
@@ -80,14 +83,23 @@ def _feed_forward(module: Any, names: Names) -> Sequence[nn.Module]:
     steps: Any = names["steps"]
     if arguments_in(names) is not None:
         raise FuseUnfit("attention is among its steps")
+    if _METHOD in steps:
+        raise FuseUnfit(f"{_METHOD} has a rule of its own")
     if len(steps.list) == 1 and "part" in steps.list[0][1]:
         raise FuseUnfit(f"what {steps} calls is a module of its own")
     return _steps(module, names, "steps", products=2)
 
 
+def _has_chunks(names: Names, name: str) -> bool:
+    steps: Any = names[name]
+    return any("chunk" in own for _, own in steps.list)
+
+
 def _attention_alone(module: Any, names: Names) -> Sequence[nn.Module]:
     if arguments_in(names) is None:
         raise FuseUnfit("no attention is among its steps")
+    if _has_chunks(names, "steps"):
+        raise FuseUnfit("its steps are a layer")
     return _steps(module, names, "steps", products=2, may_pair=True)
 
 
@@ -154,6 +166,10 @@ register_fuse_rule(
 
 
 def _layer(module: Any, names: Names) -> Sequence[nn.Module]:
+    if "both" in names:
+        if arguments_in(names) is None or not _has_chunks(names, "both"):
+            raise FuseUnfit(f"{names['both']} is no layer")
+        return _steps(module, names, "both", products=4)
     first, second = (_steps(module, names, name, products=1) for name in ("first", "second"))
     between, after = (_steps(module, names, name) for name in ("between", "after"))
     attention = "input of attention"
@@ -173,6 +189,8 @@ register_fuse_rule(
         Y = any_between(H + any_first(H))
         H = any_after(Y + any_second(Y))
         """,
+        # BERT, whose sums are in other modules.
+        "H = any_both(H)",
         # OPT, with norms before or behind.
         """
         Y = any_between(H + any_first(H))
@@ -186,6 +204,7 @@ register_fuse_rule(
 
 # ---- the sum in another module (BERT)
 
+_OF_METHOD = Pattern("return self.any_output(self.any_intermediate(H), H)")
 _SUM_AND_NORM = Pattern("return any_after(X + any_steps(H))")
 
 
@@ -216,19 +235,28 @@ def _attention(module: Any, names: Names) -> Sequence[nn.Module]:
         raise FuseSkip("it attends to another sequence")
     inside, output = (getattr(found, around[name]) for name in ("attention", "output"))
     inner = whole(output, _SUM_AND_NORM)
+    attention = "input of attention"
     return [
-        _begin(),
+        _begin(attention),
         *find_attention(inside, found).ops(inside),
         *_steps(output, inner, "steps"),
-        _end(),
+        _end(attention),
         *_steps(output, inner, "after"),
     ]
 
 
+def _chunk(module: Any) -> list[Any]:
+    names = _OF_METHOD.match_all(getattr(class_of(module), _METHOD))
+    if names is None:
+        raise unknown(module)
+    return list(_feed_forward_and_norm(module, names))
+
+
 register_call(_attention)
+register_method(_METHOD, _chunk)
 register_fuse_rule(
     "feed-forward, sum and norm",
     "H = self.any_output(self.any_intermediate(H), H)",
     _feed_forward_and_norm,
-    method="feed_forward_chunk",
+    method=_METHOD,
 )
