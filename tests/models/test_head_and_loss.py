@@ -314,8 +314,6 @@ HEADS: dict[str, tuple[dict[str, Any], str]] = {
          "num_attention_heads": 4, "word_embed_proj_dim": 32},
         "lm_head",
     ),
-    "FalconH1ForCausalLM": (SIZES | {"lm_head_multiplier": 0.3, "mamba_n_heads": 4,
-                                     "mamba_d_head": 16, "mamba_d_ssm": 64}, "lm_head"),
     "WhisperForConditionalGeneration": (
         _BART | {"max_source_positions": 8, "max_target_positions": 16, "num_mel_bins": 4,
                  "pad_token_id": 0},
