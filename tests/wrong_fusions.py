@@ -533,7 +533,7 @@ def surroundings() -> Iterator[Row]:
         "parameters of the other sign": lambda self, x, w, h: silu(x @ w.clamp(min=-4).T),
         "parameters that are others": own,
         "strided input": lambda self, x, w, h: silu(from_start(x) @ w.T),
-        "output differs": lambda self, x, w, h: silu(h) + 0 * torch.empty_like(h),
+        "output differs|another output": lambda self, x, w, h: silu(h) + 0 * torch.empty_like(h),
         "five dimensions": lambda self, x, w, h: silu(h) * (1 + (h.dim() > 4)),
         "batches of one row": lambda self, x, w, h: (
             silu(h) * (1 + (h.dim() == 3 and h.shape[1] == 1))

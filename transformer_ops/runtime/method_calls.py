@@ -116,9 +116,9 @@ def _check_gradients(op: FusibleOperation, what: str, lists: list[Tensors]) -> N
 
 
 def _check_gradient(op: FusibleOperation, what: str, gradient: Any) -> None:
-    if gradient is None or (type(gradient) is Tensor and gradient.layout is strided):
+    if gradient is None:
         return
-    if not is_tensor(gradient):
+    if type(gradient) is not Tensor and not is_tensor(gradient):
         raise RuntimeError(
             f"[{type(op).__name__}] {op._python_backward}_backward must return a tensor or None "
             f"as the gradient of {what}, got {shown(gradient)}"
