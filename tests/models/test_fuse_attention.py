@@ -16,10 +16,14 @@ from torch.distributed.tensor.experimental import context_parallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import transformer_ops as tops
+from transformer_ops.models.pattern import calls_in
+from transformer_ops.models.rules import rules_named
+from transformer_ops.models.sites import all_sites
 
 transformers: Any = pytest.importorskip("transformers")
 
 from transformers.cache_utils import DynamicLayer  # noqa: E402
+from transformers.models.bart.modeling_bart import BartDecoderLayer  # noqa: E402
 from transformers.models.llama import modeling_llama as llama  # noqa: E402
 
 pytestmark = pytest.mark.takes(seconds=60)
@@ -519,6 +523,12 @@ def test_the_cache_has_two_names(kind: type[Any]) -> None:
         found = model(input_ids=TOKENS, use_cache=False).logits
     assert seen.count == 0
     torch.testing.assert_close(found, plain(input_ids=TOKENS, use_cache=False).logits)
+
+
+def test_no_part_has_two_calls_of_attention() -> None:
+    sites = all_sites(BartDecoderLayer, rules_named(None))
+    counts = {len(calls_in(site.found.names)) for site in sites}
+    assert counts == {0, 1}
 
 
 @pytest.mark.parametrize("where", [(torch, "cat"), (DynamicLayer, "update")], ids=lambda w: w[1])

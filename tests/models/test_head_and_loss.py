@@ -211,6 +211,19 @@ def test_logits_are_not_computed_from_other_weights() -> None:
         out.logits.argmax(-1)
 
 
+def test_few_labels_save_no_gradient_of_the_weight() -> None:
+    _, fused = pair()
+    weight = fused.lm_head.weight
+    counts = []
+    for labels in (batch()["labels"], FEW):
+        saved: list[Tensor] = []
+        pack = lambda tensor, saved=saved: saved.append(tensor) or tensor  # noqa: E731
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            fused(**{**batch(), "labels": labels})
+        counts.append(sum(one.shape == weight.shape and one is not weight for one in saved))
+    assert counts == [1, 0]
+
+
 def test_a_head_with_fewer_rows() -> None:
     plain, fused = pair()
     ids = batch()["input_ids"]
