@@ -78,6 +78,8 @@ class TransformersAttention(AttentionCall):
         self.reading, self.key_factor = reading, reading.key_factor
         _, self._first, *others = inspect.signature(class_of(called).forward).parameters
         self._others = tuple(others)
+        # What a call must not give.
+        self._refused = {*_UNKNOWN, *reading.absent} - {reading.masking.bias}
         self._interface = reading.interface
         self._sdpa = None if self._interface is None else known_sdpa(self._interface)
         if self._interface is not None and self._sdpa is None:
@@ -157,16 +159,20 @@ class TransformersAttention(AttentionCall):
     def inputs(
         self, module: Any, input: Tensor, given: Mapping[str, Any], gives_weights: bool
     ) -> AttentionInputs | None:
-        for name in (*_UNKNOWN, *self.reading.absent):
-            value = None if name == self.reading.masking.bias else given.get(name)
-            if value is not None and value is not False:
+        cache = None
+        for name, value in given.items():
+            if value is None:
+                continue
+            if name in self._refused and value is not False:
                 return None
-        caches = (given.get(name) for name in CACHES)
-        cache = next((found for found in caches if found is not None), None)
-        if cache is not None:
-            if not self.reading.has_cache or not _is_empty(cache, module.layer_idx):
-                return None
+            if name in CACHES:
+                if cache is not None:
+                    return None
+                cache = value
         reading, mask = self.reading, given.get(MASK)
+        if cache is not None:
+            if not reading.has_cache or not _is_empty(cache, module.layer_idx):
+                return None
         is_causal: bool | None = False
         function = module.config._attn_implementation if self._asks else "sdpa"
         if reading.is_plain:
@@ -199,9 +205,13 @@ class TransformersAttention(AttentionCall):
             mask = self._with_bias(given.get(masking.bias), mask, input)
             if mask is None:
                 return None
-        sums: list[Any] = [given.get(name) for kind, name in reading.after if kind == "sum"]
-        if not all(isinstance(one, Tensor) and one.shape == input.shape for one in sums):
-            return None
+        sums: list[Any] = []
+        for kind, name in reading.after:
+            if kind == "sum":
+                one = given.get(name)
+                if not isinstance(one, Tensor) or one.shape != input.shape:
+                    return None
+                sums.append(one)
         tables: tuple[Tensor, ...] = ()
         rotary_dim = None
         if reading.rotation is not None:

@@ -149,7 +149,7 @@ class FusedModule(nn.Module):
             with outside_of_jit_trace():
                 return self._tops_ready(i, input, others)
         else:
-            region = self._regions()[i]
+            region = (self.__dict__.get(REGIONS) or self._regions())[i]
             is_open = region.is_open(self)
         # The condition is asked last: it may read properties, which run code of a changed model.
         condition = self._tops_conditions[i]
@@ -172,23 +172,26 @@ class FusedModule(nn.Module):
         region = self._tops_ready(i, input, others)
         if region is None:
             return None
-        attention = region.state.attention
+        state = region.state
+        attention = state.attention
         assert attention is not None
-        if weights is None:
-            weights = any(self.__dict__.get(name) for name in HOOKS)
-        weights = weights and attention.call.gives_pair
-        call, named = attention.call, attention.call.given(args, kwargs)
+        call = attention.call
+        if not call.gives_pair:
+            weights = False
+        elif weights is None:
+            weights = any(map(self.__dict__.get, HOOKS))
+        named = call.given(args, kwargs)
         found = None if named is None else call.inputs(attention.module, input, named, weights)
         if found is None:
             return None
-        sequential = region.state.variants.get(found.choice)
+        sequential = state.variants.get(found.choice)
         if sequential is None:
             if is_compiling():
                 return None
             with outside_of_jit_trace():
                 sequential = region.make_variant(self, found.choice)
         if not is_compiling():
-            region.state.sequential = sequential  # the last one that ran
+            state.sequential = sequential  # the last one that ran
         return region, sequential, found
 
     def _tops_run(

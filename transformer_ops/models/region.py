@@ -99,7 +99,7 @@ class State:
             return False
         if self.captures and any(found.are_on() for found in self.captures):
             return False
-        if not all(_takes(one, input) for one in self.in_4_bits):
+        if self.in_4_bits and not all(_takes(one, input) for one in self.in_4_bits):
             return False
         return self.widths is None or self.widths.fit(input, others)
 

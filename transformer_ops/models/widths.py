@@ -53,14 +53,12 @@ class Widths(NamedTuple):
         shape = input.shape
         if not shape or self.input not in (None, shape[-1]) or not input.is_floating_point():
             return False
-        return all(
-            isinstance(other, Tensor)
-            and other.is_floating_point()
-            and other.shape[:-1] == shape[:-1]
-            and other.dim() == len(shape)
-            and other.shape[-1] == (shape[-1] if width is None else width)
-            for other, width in zip(others, self.others, strict=True)
-        )
+        for other, width in zip(others, self.others, strict=True):
+            if not isinstance(other, Tensor) or not other.is_floating_point():
+                return False
+            if other.shape != (shape if width is None else (*shape[:-1], width)):
+                return False
+        return True
 
 
 class Routed(NamedTuple):
