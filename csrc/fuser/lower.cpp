@@ -331,8 +331,10 @@ class Lowering {
       target = source.name;
     }
     if (op < 0 && span.group.lacks_an_op()) return {unused(span, field), false};
-    check(op >= 0, "[plan] '", span.group.name,
-          "' must name results grad_<parameter or extra input>, got '", name, "'");
+    check(
+        op >= 0, "[plan] '", span.group.name,
+        "' must name results grad_<parameter or extra input>, or bind their names by .bind, got '",
+        name, "'");
     const Argument found = tensor(op, target);
     if (std::holds_alternative<None>(found) || !wants(op, target)) {
       return {unused(span, field), false};
