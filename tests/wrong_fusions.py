@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import random
 import threading
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, silu
@@ -150,6 +153,45 @@ class Scales(tops.FusedOperation):
         return self.gradient(grad_output, x, first, second), [()] * 3, [()] * 3
 
 
+class NormSlots(tops.FusedOperation):
+    """Forward: RMSNorm + SiLU."""
+
+    def slot(self, rstd: Tensor, x: Tensor) -> Tensor:
+        return rstd
+
+    def fuser_forward_compute(self, input_: Tensor, **unused: Any) -> Any:
+        norm = self.basic_ops[0]
+        wide = input_.to(torch.promote_types(input_.dtype, torch.float32))
+        rstd = self.slot((wide.square().mean(-1) + norm.eps).rsqrt(), input_)
+        gamma = norm.weight.to(wide) + norm.zero_centered_gamma
+        output = (wide * rstd[..., None] * gamma).to(input_)
+        return silu(output), [(), ()], (input_, rstd, output)
+
+    def fuser_forward_save_ctx(
+        self, basic_op_ctxs: Any, input_: Tensor, tensors_to_save: Any, **unused: Any
+    ) -> None:
+        *of_norm, output = tensors_to_save
+        basic_op_ctxs[0].save_for_backward(*of_norm)
+        basic_op_ctxs[1].save_for_backward(output)
+
+
+class NormGrads(tops.FusedOperation):
+    """Backward: MakeExtraOutput + RMSNorm. No slot has gamma, so it is read from the op."""
+
+    def fuser_backward(
+        self, basic_op_ctxs: Any, grad_output: Tensor, *, basic_op_grad_extra_outputs: Any
+    ) -> Any:
+        x, rstd = basic_op_ctxs[1].saved_tensors
+        attributes, weight = basic_op_ctxs[1].attributes, self.basic_ops[1].weight
+        gamma = weight.to(rstd) + attributes["zero_centered_gamma"]
+        normalized, grad = x.to(rstd) * rstd[..., None], grad_output.to(rstd)
+        grad_weight = rows(grad * normalized).sum(0)
+        grad = grad * gamma
+        grad = rstd[..., None] * (grad - normalized * (grad * normalized).mean(-1, keepdim=True))
+        grad_input = (grad + basic_op_grad_extra_outputs[0][0]).to(x)
+        return grad_input, [(), (grad_weight,)], [(), ()]
+
+
 def mlp() -> list[Any]:
     return [tops.LayerNorm(6), tops.Linear(6, 8, bias=False), tops.SiLU(), tops.Linear(8, 6)]
 
@@ -174,6 +216,18 @@ PATTERNS: dict[str, tuple[str, list[Any], Callable[[], list[Any]], int]] = {
         lambda: [tops.ConstantScale(0.5), tops.SiLU(), tops.ConstantScale(0.5)],
         0,
     ),
+    "NormSlots": (
+        "forward",
+        [tops.RMSNorm, tops.SiLU],
+        lambda: [tops.Linear(6, 7), tops.RMSNorm(7, eps=1e-5), tops.SiLU(), tops.Linear(7, 5)],
+        0,
+    ),
+    "NormGrads": (
+        "backward",
+        [tops.MakeExtraOutput, tops.RMSNorm],
+        lambda: [tops.Linear(6, 7), tops.MakeExtraOutput(), tops.RMSNorm(7), tops.Linear(7, 5)],
+        0,
+    ),
     "Fork": (
         "forward_backward",
         [tops.MakeExtraOutput, tops.ConstantScale, tops.AddExtraInput],
@@ -181,7 +235,7 @@ PATTERNS: dict[str, tuple[str, list[Any], Callable[[], list[Any]], int]] = {
         1,
     ),
 }
-RIGHT = [Slots, Grads, Joint, Fork, Scales]
+RIGHT = [Slots, Grads, Joint, Fork, Scales, NormSlots, NormGrads]
 
 
 def wrong(name: str, base: type, message: str = "differs from the unfused ops", **methods: Any):
@@ -191,6 +245,12 @@ def wrong(name: str, base: type, message: str = "differs from the unfused ops", 
 
 
 # ---- what is wrong
+
+
+def eagerly(setting: Callable[[], Any], output: Tensor) -> Tensor:
+    """The output, after the setting has been made in eager mode."""
+    torch.compiler.is_compiling() or setting()
+    return output
 
 
 def slots() -> Iterator[Row]:
@@ -445,10 +505,6 @@ def numbers() -> Iterator[Row]:
     def in_buffer(tensor: Tensor) -> Tensor:
         return tensor if torch.compiler.is_compiling() else cached("", tensor).copy_(tensor)
 
-    def eagerly(setting: Callable[[], Any], output: Tensor) -> Tensor:
-        torch.compiler.is_compiling() or setting()
-        return output
-
     outputs: dict[str, Callable[..., Tensor]] = {
         "of the other sign|large inputs": lambda self, x, w, h: h * (h.exp() / (1 + h.exp())),
         "NaN in inputs": lambda self, x, w, h: torch.where(h == h, silu(h), torch.zeros_like(h)),
@@ -510,10 +566,6 @@ def surroundings() -> Iterator[Row]:
     changed."""
     right = Joint.gradients
     local = threading.local()
-
-    def eagerly(setting: Callable[[], Any], output: Tensor) -> Tensor:
-        torch.compiler.is_compiling() or setting()
-        return output
 
     def from_start(x: Tensor) -> Tensor:
         if type(x) is not Tensor:
@@ -639,6 +691,62 @@ def rounded() -> Iterator[Row]:
 
     yield wrong("rounded: by chance", Joint, "two equal calls", output=drawn)
 
+    def slot(self: Any, rstd: Tensor, x: Tensor) -> Tensor:
+        return rstd.bfloat16().to(rstd) if x.dtype == torch.bfloat16 else rstd
+
+    yield wrong("rounded: a slot", NormSlots, "bfloat16: slot 1 of op 0 .RMSNorm. must", slot=slot)
+
+    def to_17_bits(self: Any, x: Tensor) -> Tensor:
+        return Joint.output(self, x) * (1 + 2e-5 * (x.dtype == torch.float32))
+
+    yield wrong("rounded: float32 to 17 bits", Joint, f"eager: output {near}", output=to_17_bits)
+
+
+def left() -> Iterator[Row]:
+    """What a call leaves on modules, tensors and the process, and buffers in turn."""
+    ring: dict[Any, list[Tensor]] = {}
+
+    def in_turn(self: Any, x: Tensor) -> Any:
+        saved = Joint.saved(self, x)
+        if torch.compiler.is_compiling():
+            return saved
+        key = (x.shape, x.dtype)
+        buffers = ring[key] = ring.get(key, [torch.empty_like(x), torch.empty_like(x)])[::-1]
+        return buffers[0].data.copy_(x), *saved[1:]
+
+    yield wrong("left: two buffers in turn", Joint, "another call before backward", saved=in_turn)
+
+    def weight(self: Any) -> Any:
+        return self.basic_ops[0].owner.weight
+
+    def hook(self: Any) -> None:
+        if weight(self).requires_grad:
+            weight(self).register_hook(lambda grad: grad)
+
+    settings: dict[str, Callable[[Any], Any]] = {
+        "attributes of a SiLU": lambda self: self.basic_ops[2].register_buffer("n", torch.ones(1)),
+        "attributes of parameter": lambda self: setattr(weight(self), "last", torch.ones(1)),
+        "hooks of parameter": hook,
+        "hooks of a SiLU": lambda self: self.basic_ops[2].register_forward_hook(lambda *a: None),
+        "memory of parameter": lambda self: setattr(weight(self), "data", weight(self).data + 0),
+        "numpy's random state": lambda self: np.random.rand(),
+        "collector of garbage": lambda self: gc.disable(),
+        "environment variables": lambda self: os.environ.update(TOPS_TEST="1"),
+        "flags of oneDNN": lambda self: torch.backends.mkldnn.set_flags(False),
+        "flags of cuDNN": lambda self: setattr(torch.backends.cudnn, "benchmark", True),
+    }
+    for what, setting in settings.items():
+
+        def sets(self: Any, x: Tensor, setting: Callable[[Any], Any] = setting) -> Tensor:
+            return eagerly(lambda: setting(self), Joint.output(self, x))
+
+        yield wrong(f"left: {what}", Joint, f"{what}.* must not change", output=sets)
+
+    def of_16_bits(self: Any, x: Tensor) -> Tensor:
+        return Joint.output(self, x) * (1 + (x.dim() > 1 and len(x) > 2**16))
+
+    yield wrong("left: rows beyond 2^16", Joint, "tens of thousands of rows", output=of_16_bits)
+
 
 def scales() -> Iterator[Row]:
     """Attributes of several ops, and those with values of their own."""
@@ -672,6 +780,7 @@ def scales() -> Iterator[Row]:
 
 
 WRONG = [
+    *left(),
     *rounded(),
     *scales(),
     *surroundings(),

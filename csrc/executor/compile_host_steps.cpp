@@ -139,6 +139,12 @@ Program::HostBackward::Saved Compiler::saved_of(int op) {
     const bool is_there = backward_.find(value) >= 0 || sources_.contains(value);
     saved.slots.push_back(is_there ? load(value) : -1);
   }
+  // The host reads these from its modules. Autograd saves them, so that a change is an error.
+  const OpDeclaration& row = declaration(program_.plan.ops[op].kind);
+  for (const Value& parameter : parameters_[op]) {
+    const std::string name = row.parameter_of(parameter.name);
+    if (row.backward_schema.has_argument(name) && !row.has_slot(name)) load(parameter);
+  }
   return saved;
 }
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from fusion_cases import CASES
 from user_fusions import Backward, ForwardSplit, JointSplit, replacing
 
 import transformer_ops as tops
@@ -161,6 +162,19 @@ def test_a_rule_in_cpp(name):
         check_fusion(rule, make, X)
     with pytest.raises(TypeError, match="pattern and guard must be left to the handle"):
         check_fusion(rule, make, X, guard=lambda ops: None)
+
+
+@pytest.mark.parametrize(
+    ("name", "covers", "refused"),
+    [("activation_linear", "SReLU", ()), ("linear_scatter", "", ("alone: one dimension",))],
+)
+def test_right_rules_for_numbers_and_sizes_at_the_limits(name, covers, refused):
+    """float16 overflows and underflows in SReLU; a scatter needs rows."""
+    case = next(c for c in CASES if c.rule == name and c.extra == covers)
+    (rule,) = (h for h in tops.fusions() if h.name == name and h.pass_name in case.pass_name)
+    report = check_fusion(rule, case.make, *case.inputs(torch.randn(4, 16)))
+    assert set(refused) <= report.refused.keys() and bool(refused) == bool(report.refused)
+    assert ("only the fused ops refuse: " in str(report)) == bool(refused)
 
 
 class Reshaped(JointSplit):

@@ -22,8 +22,15 @@ from ..op.fused import FusedOperation
 from ..op.methods import shown
 from ..plan.plan import Plan, Step
 from ..runtime import method_calls
-from .comparison import ALONE, Comparison, FusionCheck, check_inputs, check_tolerances
-from .subject import Subject, with_attributes
+from .comparison import (
+    ALONE,
+    Comparison,
+    FusionCheck,
+    check_inputs,
+    check_tolerances,
+    compare_errors,
+)
+from .subject import Numbers, Subject, with_attributes
 from .ways import Way, compiled_ways, eager_ways
 
 __all__ = ["check_fusion"]
@@ -64,13 +71,15 @@ def check_fusion(
       another default dtype, and backward in another thread or in a region of autocast;
     - under `torch.compile`, with `fullgraph=True` unless a Python forward has the single style.
 
-    In 16 bits the mean errors against float64 are compared, too, if all ops are native ones without
-    a kink. On the CPU, two equal calls must give the same numbers.
+    The mean errors against float64 are compared, too, if all ops are native ones without a kink;
+    those of a forward fusion's slots as well. On the CPU, two equal calls must give the same
+    numbers.
 
     A parameter, input or output that changed in place before backward must either be saved, which
     is an error of autograd, or have no effect. Nothing that a call is given may change in place,
-    nor may `.grad`, plain attributes of ops, the random state and the settings of the process. A
-    way that the unfused ops refuse is not tried. The report also lists classes of the pattern that
+    nor may `.grad`, hooks, attributes and memory of ops and parameters, the random states and the
+    settings of the process. A way that the unfused ops refuse is not tried; a rule in C++ may
+    refuse inputs with few dimensions. The report also lists classes of the pattern that
     `make_ops` did not return, and forms of optional ops and norms that none of its ops has.
 
     Args:
@@ -118,6 +127,8 @@ def check_fusion(
         ways = eager_ways(parameters, alone.attributes, dtype, len(given), outputs, alone=True)
         of_run = _Fusions(checked, report, given, rtol, atol)
         of_run.run(alone, alone_unfused, ALONE, list(ways))
+        if checked.kind == "forward" and alone_unfused.is_smooth:
+            of_run.compare_slots(alone, alone_unfused)
     compiled = [way._replace(compiled=True) for way in compiled_ways(parameters)]
     check.run(fused, unfused, "", compiled)
     return report
@@ -268,6 +279,7 @@ class _Fusions(Comparison):
     def __init__(self, checked: _Checked, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.checked = checked
+        self.may_refuse = checked.registered is nullcontext
 
     def unfused_scope(self) -> AbstractContextManager[Any]:
         return unfused_scope(registry.fusions())
@@ -295,6 +307,40 @@ class _Fusions(Comparison):
                     known[name] = known.get(name, False) or (op, slot) in read
         found = [steps for plan in plans for steps in self.checked.runs_in(plan).values()]
         return not found or any(found)
+
+    def compare_slots(self, fused: OpList, unfused: OpList) -> None:
+        """Raises AssertionError if a slot has larger errors than that of the unfused ops."""
+        if self.rtol is not None or self.atol is not None:
+            return
+        for way in (Way(), Way("bfloat16", dtype=torch.bfloat16)):
+            with self.unfused_scope():
+                wanted, dtypes = self._slots(unfused, way)
+                exact, _ = self._slots(unfused, way._replace(exact=dtypes))
+            with self.fused_scope():
+                found, _ = self._slots(fused, way)
+            found.tensors.update((n, None) for n in wanted.tensors.keys() - found.tensors)
+            compare_errors(f"[{self.report.name}] {ALONE}{way.name}:", found, wanted, exact)
+
+    def _slots(self, ops: OpList, way: Way) -> tuple[Numbers, tuple[torch.dtype, ...]]:
+        """The slots that forward saves, as a backward of all ops sees them, and the dtypes of the
+        outputs."""
+        seen: dict[str, Tensor | None] = {}
+
+        class Slots(FusedOperation):
+            def fuser_backward(self, basic_op_ctxs: Any, grad_output: Tensor, **unused: Any) -> Any:
+                for k, (op, ctx) in enumerate(zip(self.basic_ops, basic_op_ctxs, strict=True)):
+                    for slot, tensor in enumerate(ctx.saved_tensors):
+                        seen[f"slot {slot} of op {k} ({op._kind})"] = tensor
+                nothing = [(None,) * len(list(op.parameters())) for op in self.basic_ops]
+                extra = [(None,) * op.num_extra_inputs for op in self.basic_ops]
+                return None, nothing, extra
+
+        with registry.register_backward_fusion(lambda ops, **unused: [Slots(ops)], prepend=True):
+            numbers = ops.run(self.inputs, way)
+        dtypes = tuple(
+            t.dtype for n, t in numbers.tensors.items() if t is not None and n in numbers.shared
+        )
+        return numbers._replace(tensors=seen), dtypes
 
 
 def _record_contexts(op: FusedOperation, contexts: list[OperationContext]) -> None:

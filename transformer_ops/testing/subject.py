@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import random
+import sys
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -13,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..op.hooks import HOOKS
 from .ways import (
     ATTRIBUTES,
     AUTOCAST_AROUND,
@@ -193,15 +197,26 @@ class Subject(ABC):
                 found[f"the version of {name}"] = tensor._version
             if tensor.is_leaf:
                 found[f".grad of {name}"] = None if tensor.grad is None else id(tensor.grad)
+                found[f"the attributes of {name}"] = sorted(vars(tensor))
+                found[f"the hooks of {name}"] = len(tensor._backward_hooks or ())
+                found[f"the memory of {name}"] = (tensor.data_ptr(), tensor.stride())
         for module in self._modules(way):
-            for name, value in vars(module).items():
+            kind, own = type(module).__name__, vars(module)
+            for name, value in own.items():
                 if name[0] != "_" and isinstance(value, _PLAIN):
-                    found[f"{name} of a {type(module).__name__}"] = value
+                    found[f"{name} of a {kind}"] = value
+            tensors = (*module._parameters, *module._buffers)
+            found[f"the attributes of a {kind}"] = sorted(
+                name for name in (*own, *tensors) if name[0] != "_"
+            )
+            found[f"the hooks of a {kind}"] = [len(own[hooks]) for hooks in HOOKS if hooks in own]
         return found
 
     def _other_call(self, tensors: Sequence[Tensor], way: Way) -> None:
         others = [_other_values(tensor.detach()) for tensor in tensors]
-        self._call([t.requires_grad_(t.is_floating_point() and way.grad) for t in others], way)
+        # More calls than a fusion may have buffers for in turn.
+        for _ in range(4):
+            self._call([t.requires_grad_(t.is_floating_point() and way.grad) for t in others], way)
 
     def _backward(
         self,
@@ -376,6 +391,20 @@ def _changed(
         own.copy_(before)
 
 
+# In the order of `set_flags`.
+_CUDNN = ("enabled", "benchmark", "benchmark_limit", "deterministic")
+
+
+def _set_environment(variables: Mapping[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(variables)
+
+
+def _numpy_state() -> Sequence[Any]:
+    numpy = sys.modules.get("numpy")
+    return () if numpy is None else numpy.random.get_state()
+
+
 # What a call may find in any state, and has to leave so: how it is read, and set.
 _SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "the default dtype": (torch.get_default_dtype, torch.set_default_dtype),
@@ -399,6 +428,23 @@ _SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
         lambda filters: setattr(warnings, "filters", filters),
     ),
     "Python's random state": (random.getstate, random.setstate),
+    "numpy's random state": (
+        lambda: [getattr(part, "tolist", lambda p=part: p)() for part in _numpy_state()],
+        lambda state: sys.modules["numpy"].random.set_state(tuple(state)),
+    ),
+    "the collector of garbage": (
+        gc.isenabled,
+        lambda on: gc.enable() if on else gc.disable(),
+    ),
+    "environment variables": (lambda: dict(os.environ), _set_environment),
+    "the flags of oneDNN": (
+        lambda: torch.backends.mkldnn.enabled,
+        lambda on: torch.backends.mkldnn.set_flags(on),
+    ),
+    "the flags of cuDNN": (
+        lambda: [getattr(torch.backends.cudnn, flag) for flag in _CUDNN],
+        lambda flags: torch.backends.cudnn.set_flags(*flags),
+    ),
     "the flushing of denormal numbers": (
         lambda: not torch.full((1,), 1e-40, dtype=torch.float32).mul(2).any().item(),
         torch.set_flush_denormal,

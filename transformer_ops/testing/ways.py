@@ -249,6 +249,7 @@ def _subsets(names: Sequence[str]) -> Iterator[frozenset[str]]:
         yield from map(frozenset, itertools.combinations(names, size))
 
 
+VERY_MANY_ROWS = "tens of thousands of rows"
 # Each takes the rows of an input, [n, columns].
 SHAPES = {
     "one dimension": lambda rows: rows[0],
@@ -264,6 +265,10 @@ MORE_SHAPES = {
     "65 rows": lambda rows: _repeated(rows, 65),
     "as many rows as columns": lambda rows: _repeated(rows, rows.shape[-1]),
     "thousands of rows": lambda rows: _repeated(rows, 5003),
+    # More than 16 bits count, if that is not too large.
+    VERY_MANY_ROWS: lambda rows: _repeated(
+        rows, min(70001, 5003 + 2**23 // max(rows.shape[-1], 1))
+    ),
 }
 
 
