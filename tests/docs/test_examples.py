@@ -1,5 +1,5 @@
 """Every Sequential that a page on ops and fusions of one's own calls also runs in float32, float64
-and under autocast, eager and compiled, forward and backward. Pages of the gallery are among them."""
+and under autocast, eager and compiled, forward and backward. Gallery pages are among them."""
 
 from __future__ import annotations
 
