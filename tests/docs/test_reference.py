@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 from types import ModuleType
 
 import transformer_ops as tops
+from transformer_ops import _C
 
 ROOT = Path(__file__).parents[2]
 
@@ -43,3 +45,15 @@ def test_rows_of_known_ops() -> None:
     assert "| `weight` (or None) | - | `input` hB, `rstd` 4 |" in page
     assert "| `activation_linear` | joint | 10 | (ReLU, SReLU) + BasicLinear |" in page
     assert "Dropout(p=0.5, inplace=False)\n" in page
+
+
+def test_every_slot_has_a_shape_and_a_dtype() -> None:
+    page = make_reference().reference()
+    for row in _C.declarations():
+        for slot in row["slots"] if hasattr(tops, row["kind"]) else ():
+            (line,) = re.findall(rf"^\| `{row['kind']}` \| `{slot}` \|.*$", page, re.MULTILINE)
+            _, _, _, shape, dtype, _ = (cell.strip() for cell in line.split("|"))
+            assert shape and dtype, line
+    statistic = "that of the input without the normalized dimensions | float32, or float64 in"
+    assert f"| `RMSNorm` | `rstd` | {statistic}" in page
+    assert "| `Dropout` | `mask` | (ceil(n / 8),) | uint8 |" in page

@@ -330,6 +330,32 @@ def test_wrong_forward(returned, message, x):
         Wrong()(x)
 
 
+@pytest.mark.parametrize("number", [3, "text", (torch.ones(2),)])
+def test_what_is_no_tensor_is_not_saved(number, x):
+    class Single(tops.BasicOperation):
+        def op_forward(self, ctx, input_, **unused):
+            ctx.save_for_backward(input_, number)
+            return input_ * 2
+
+        def op_backward(self, ctx, grad_output):
+            return grad_output * 2, ()
+
+    class Pair(tops.BasicOperation):
+        op_backward = Single.op_backward
+
+        def op_forward_compute(self, input_, **unused):
+            return input_ * 2, (input_, number)
+
+        def op_forward_save_ctx(self, ctx, input_, tensors_to_save, **unused):
+            ctx.save_for_backward(*tensors_to_save)
+
+    got = {3: "int 3", "text": "str 'text'"}.get(number, "tuple")
+    for op, method in ((Single(), "op_forward"), (Pair(), "op_forward_save_ctx")):
+        message = rf"\[{type(op).__name__}\] {method} must save tensors or None, got {got}"
+        with pytest.raises(RuntimeError, match=message):
+            tops.Sequential(tops.Linear(6, 6), op)(x)
+
+
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
