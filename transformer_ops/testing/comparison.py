@@ -15,7 +15,16 @@ from torch import Tensor
 
 from ..op.methods import shown
 from .subject import RANDOM_STATE, Numbers, Subject
-from .ways import LARGE_MEAN, MANY_ROWS, STATES, TOGETHER, VERY_MANY_ROWS, WITHOUT, Way
+from .ways import (
+    LARGE_MEAN,
+    MANY_ROWS,
+    OTHER_SIGN,
+    STATES,
+    TOGETHER,
+    VERY_MANY_ROWS,
+    WITHOUT,
+    Way,
+)
 
 # The errors of autograd: a tensor that was saved for backward, or the base of an output that is a
 # view of an input, is another one by now.
@@ -344,13 +353,13 @@ def compare(
             _TOLERANCES.get(t, (0.0, 0.0))
             for t in (wanted.dtype, *(rounded if wanted.is_floating_point() else ()))
         )
-        # The deviations from a mean have fewer exact bits, and long sums of 16 bits cancel.
-        long_sums = {LARGE_MEAN: 10, MANY_ROWS: 4, VERY_MANY_ROWS: 4}
-        factor = long_sums.get(way.values or way.shape or way.name, 1)
+        # The deviations from a mean have fewer exact bits, long sums of 16 bits cancel, and the
+        # slope of an activation is that of a large sum.
+        less_exact = {LARGE_MEAN: 10, MANY_ROWS: 4, VERY_MANY_ROWS: 4, OTHER_SIGN: 8}
+        factor = less_exact.get(way.values or way.shape or way.name, 1)
         if (way.name.startswith(TOGETHER) and part > 1e-3) or underflows:
-            factor = (
-                8  # rounding errors of several of these add up; those of tiny numbers are large
-            )
+            # Rounding errors of several of these add up; those of tiny numbers are large.
+            factor = 8
         relative, part = factor * relative, factor * part
         scale = max(_size(wanted), largest)
         # A given tolerance is meant for the caller's numbers.

@@ -320,11 +320,12 @@ def step(tensor: Tensor) -> Tensor:
     return tensor * 2 + (1 + 0.1 * different).view(tensor.shape).to(tensor)
 
 
+OTHER_SIGN = "parameters of the other sign"
 # What the parameters become.
 PARAMETERS: dict[str, Callable[[Tensor], Tensor]] = {
     "after an optimizer step": step,
     "parameters of zeros": torch.zeros_like,
-    "parameters of the other sign": lambda t: -100 * t,
+    OTHER_SIGN: lambda t: -10 * t,
 }
 # What the attributes of an op become, by name.
 ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
