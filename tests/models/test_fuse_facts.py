@@ -294,6 +294,11 @@ def grown(layer: Any) -> None:
     layer.steps.append(nn.Tanh())
 
 
+def reordered(layer: Any) -> None:
+    children = layer.steps._modules
+    layer.steps._modules = dict(reversed(children.items()))
+
+
 def shadowed(layer: Any) -> None:
     layer.factor = 0.5
 
@@ -316,6 +321,7 @@ def other_config(layer: Any) -> None:
 OBJECTS = {
     "a module in __dict__": put_into_dict,
     "a Sequential that grows": grown,
+    "a Sequential in another order": reordered,
     "an attribute of the class that is shadowed": shadowed,
     "a numpy number": other_number(np.float64(0.5)),
     "a numpy number of 32 bits": other_number(np.float32(0.5)),
@@ -338,11 +344,19 @@ def test_a_change_of_what_statements_read(name: str, when: str) -> None:
     assert_same(plain, fused)
 
 
+def swapped_gates(mlp: Any, name: str) -> Any:
+    """`up_proj` in place of `gate_proj`."""
+    own: Any = object.__getattribute__(mlp, "__dict__")
+    return own["_modules"]["up_proj"] if name == "gate_proj" else object.__getattribute__(mlp, name)
+
+
 SHARED = {
     "a number of the class": (Reading, "factor", 3.0),
     "__call__ of a class": (GatedMLP, "__call__", lambda self, x: x * 2),
     "forward of a class": (RootNorm, "forward", lambda self, x: x * 2),
     "__call__ of all modules": (nn.Module, "__call__", lambda self, *args: self.forward(*args) * 2),
+    "__getattribute__ of a class": (GatedMLP, "__getattribute__", swapped_gates),
+    "a method of tensors": (Tensor, "mean", lambda x, *given, **kw: torch.sum(x, *given, **kw)),
     "a property": (Reading, "factor", property(lambda self: 3.0)),
     "a function of torch": (F, "silu", lambda x, inplace=False: x),
     "a function behind a module": (F, "linear", lambda x, weight, bias=None: x @ weight.t() * 2),

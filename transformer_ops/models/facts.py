@@ -50,7 +50,7 @@ class Facts:
 
     def add_module(self, module: nn.Module, name: str) -> None:
         """All that a call of the module reads: its `forward` and the methods that this calls."""
-        for called in ("__call__", "_call_impl", "__getattr__", "forward"):
+        for called in ("__call__", "_call_impl", "forward"):
             text = f"the class of {name} has another {called}"
             self._guards.add_class_attribute(type(module), called, text)
         if is_adapted(module):
@@ -72,6 +72,8 @@ class Facts:
         name: str = "",
     ) -> None:
         """What statements of a function read."""
+        for method in function.__code__.co_names:
+            self._add_method_of_tensors(method)
         for chain in sorted(reads.others):
             self._add_name(function, chain)
         if module is not None:
@@ -79,6 +81,14 @@ class Facts:
                 self._add_attributes(module, chain, name)
 
     # ---- names
+
+    def _add_method_of_tensors(self, name: str) -> None:
+        found = getattr(Tensor, name, None)
+        home = getattr(found, "__globals__", {"__name__": "torch"}).get("__name__")
+        if not is_of_torch(str(home)):
+            raise FuseSkip(f"{name} of tensors is not torch's own method")
+        if found is not None:
+            self._guards.add_class_attribute(Tensor, name, f"{name} of tensors has changed")
 
     def _add_name(self, function: types.FunctionType, chain: Chain) -> None:
         name, *attributes = chain
@@ -154,7 +164,8 @@ class Facts:
         if not is_module and not (is_plain and kind.__getattribute__ is object.__getattribute__):
             self._guards.add_attribute(owner, attribute, text)
             return getattr(owner, attribute, _ABSENT)
-        self._guards.add_class_attribute(kind, attribute, text)
+        for read in (attribute, "__getattribute__", "__getattr__"):
+            self._guards.add_class_attribute(kind, read, text)
         if self._is_in(own, attribute, text):
             if is_module and attribute in owner._parameters:
                 raise FuseSkip(f"{attribute} of {name} hides a parameter")

@@ -467,9 +467,8 @@ def _guard(guards: _C.Guards, part: nn.Module, name: str) -> None:
         name,
         values=values,
         tensors=part._parameters,
-        children=part._modules,
     )
-    guards.add_size(own, "_modules", f"{name} has other submodules")
+    guards.add_items(own, "_modules", f"{name} has other submodules, or another order of them")
 
 
 def _name_in(module: nn.Module, part: nn.Module) -> str:

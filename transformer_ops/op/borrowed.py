@@ -93,13 +93,14 @@ def add_guards(
     *,
     values: Iterable[str] = (),
     tensors: Iterable[str] = (),
-    children: Iterable[str] = (),
     is_called: bool = True,
 ) -> None:
     """Adds guards on the module: on its class and, if it `is_called`, on an own `forward` and the
-    number of its hooks; also on these attributes, the classes, dtypes and devices of these
-    parameters, and these children."""
+    number of its hooks; also on these attributes, and the classes, dtypes and devices of these
+    parameters."""
     own = vars(module)
+    for table in ("_parameters", "_buffers"):  # which other guards look into
+        guards.add_value(own, table, f"{name} has another dict of {table[1:]}")
     guards.add_type(module, f"{name} is of another class")
     what = f"the class of {name} has another forward"
     guards.add_class_attribute(class_of(module), "forward", what)
@@ -113,8 +114,6 @@ def add_guards(
     for tensor in tensors:
         what = f"{tensor} of {name} is of another class or dtype, or on another device"
         guards.add_type_of_value(module._parameters, tensor, what)
-    for child in children:
-        guards.add_value(module._modules, child, f"{child} of {name} is another module")
 
 
 class Borrowed(View):
