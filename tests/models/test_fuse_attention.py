@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +18,7 @@ from torch.distributed.tensor.experimental import context_parallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import transformer_ops as tops
+from transformer_ops.models import attention_reading
 from transformer_ops.models.pattern import calls_in
 from transformer_ops.models.rules import rules_named
 from transformer_ops.models.sites import all_sites
@@ -549,3 +552,19 @@ def test_a_cache_that_returns_something_else(
     found, want = (one(input_ids=TOKENS).logits for one in (model, plain))
     assert not torch.allclose(found, before)
     torch.testing.assert_close(found, want)
+
+
+def test_the_first_module_of_a_class_is_freed() -> None:
+    """Its forward is read for all modules of the class."""
+    attention_reading._known.cache_clear()
+    model: Any = make("Llama")
+    alive = [weakref.ref(parameter) for parameter in model.parameters()]
+    gc.collect()
+    gc.disable()
+    try:
+        tops.fuse(model)
+        model(input_ids=TOKENS)
+        del model
+        assert not any(one() is not None for one in alive)
+    finally:
+        gc.enable()

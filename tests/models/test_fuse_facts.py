@@ -464,6 +464,20 @@ def test_a_toggle_closes_nothing() -> None:
     assert [row.rule for row in report.fused] == ["residual"]
 
 
+def test_compiled_code_follows_a_toggle() -> None:
+    """Dynamo may look at the ops before it asks whether they may run."""
+    torch._dynamo.reset()
+    plain, fused = Reading(), Reading()
+    tops.fuse(fused)
+    run = torch.compile(fused, backend="eager", fullgraph=True)
+    x = torch.randn(2, 3, D)
+    for i in range(8):
+        for layer in (plain, fused):
+            layer.norm.variance_epsilon = (0.1, 0.5)[i % 2]
+        with torch._dynamo.config.patch(error_on_recompile=i > 1):
+            torch.testing.assert_close(run(x), plain(x), rtol=1e-4, atol=1e-5)
+
+
 def test_copies_with_another_class_are_copied() -> None:
     layer = Reading()
     tops.fuse(layer)

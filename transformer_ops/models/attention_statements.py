@@ -488,24 +488,24 @@ class Frame:
                 return self.inside(method, (owner, *args), kwargs)
         return reader
 
+    def plain(self, function: Any, one: Any) -> Any:
+        """An argument of a function of torch, as it is given to that."""
+        if one is UNKNOWN and function in (Tensor.reshape, Tensor.view):
+            return -1  # the width of the input, or else the statement raises
+        if one is self.reader.input or one is UNKNOWN:
+            raise Unknown("it divides its input")
+        if isinstance(one, tuple):
+            return tuple(self.plain(function, inner) for inner in one)
+        return one.at if isinstance(one, Rows) else one
+
     def joined(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """A function of torch that gives views of tensors, or joins them."""
-
-        def plain(one: Any) -> Any:
-            if one is UNKNOWN and function in (Tensor.reshape, Tensor.view):
-                return -1  # the width of the input, or else the statement raises
-            if one is self.reader.input or one is UNKNOWN:
-                raise Unknown("it divides its input")
-            if isinstance(one, tuple):
-                return tuple(map(plain, one))
-            return one.at if isinstance(one, Rows) else one
-
         listed = args[0] if isinstance(args[0], tuple) else args
         tensors = [one for one in listed if isinstance(one, Rows)]
         is_scores = any(isinstance(one, Scores) for one in tensors)
         if not tensors or len({*map(type, tensors)}) > 1 or (is_scores and len(tensors) > 1):
             raise Unknown("it joins different tensors")
-        values = [plain(one) for one in (*args, *kwargs.values())]
+        values = [self.plain(function, one) for one in (*args, *kwargs.values())]
         allowed = (*PLAIN, Tensor)
         for one in values:
             for inner in one if isinstance(one, tuple) else (one,):

@@ -116,17 +116,14 @@ class FusedModule(nn.Module):
             self.__dict__[REGIONS] = found
         return found
 
-    def _open_regions(self) -> int:
+    def _open_regions(self) -> tuple[str, ...]:
+        regions = self._regions()
         if self.__dict__.get(IS_OFF, False) or _sees_functions():
-            return 0
-        found = 0
-        for i, region in enumerate(self._regions()):
-            if region.is_open(self):
-                region.make_variants(self)
-                found |= 1 << i
-        return found
+            return ("",) * len(regions)
+        return tuple(one.traced_states(self) if one.is_open(self) else "" for one in regions)
 
-    # A bit for each region. Compiled graphs guard on it.
+    # For each region the states of its ops, or nothing where its statements run. Compiled graphs
+    # guard on it: to ask a region changes its state, and Dynamo asks in any order.
     _tops_open = property(untraced(_open_regions))
 
     def _tops_region(self, i: int, input: Any, *others: Any) -> Callable[..., Any] | None:
@@ -141,7 +138,7 @@ class FusedModule(nn.Module):
         if not isinstance(input, Tensor) or is_exporting():
             return None
         if is_compiling():
-            is_open = bool(self._tops_open >> i & 1)
+            is_open = bool(self._tops_open[i])
             region: Any = self.__dict__[REGIONS][i] if is_open else None
         elif self.__dict__.get(IS_OFF, False) or (_count_modes() and _sees_functions()):
             return None

@@ -351,12 +351,16 @@ class Region:
         found = variants[choice] = _sequential_of(module, ops)
         return found
 
-    def make_variants(self, module: nn.Module) -> None:
-        """Those that a traced call may choose."""
-        attention = self.state.attention
-        for choice in [] if attention is None else attention.choices():
-            if choice not in self.state.variants:
-                self.make_variant(module, choice)
+    def traced_states(self, module: nn.Module) -> str:
+        """The states of the ops that a traced call may choose."""
+        attention, ops = self.state.attention, [self.state.sequential]
+        if attention is not None:
+            known = self.state.variants
+            for choice in attention.choices():
+                if choice not in known:
+                    self.make_variant(module, choice)
+            ops = [known.get(choice) for choice in attention.choices()]
+        return " ".join(one._traced_state for one in ops if one is not None) or "none"
 
     def make(self, module: nn.Module) -> Sequence[nn.Module]:
         """The ops; FuseSkip where they may not run now."""
