@@ -23,12 +23,13 @@ using kernel::GluKind;
 
 // The processor as the library sees it. Every decision that depends on the processor uses this.
 struct Processor {
-  // The widest level of the processor: avx512_fp16, avx512_bf16, avx512, avx2 or default.
+  // The widest level of the processor: avx512_fp16, avx512_bf16, avx512, avx2 or default on x86,
+  // neon_bf16 or default on aarch64.
   const char* level;
   // The instruction set of the kernels: the widest that was built, up to the level.
   const char* kernels;
-  // Does it have instructions for products of bfloat16 and of float16? This is false only on x86:
-  // on other processors the library leaves such products to PyTorch.
+  // Does oneDNN multiply bfloat16 and float16 with instructions of their own? On processors that
+  // are neither x86 nor aarch64 both are true, because the library leaves such products to PyTorch.
   bool multiplies_bfloat16;
   bool multiplies_half;
   // Does oneDNN multiply bfloat16 without such instructions, with those for float32?

@@ -15,15 +15,16 @@ from transformer_ops._loader import build_info
 
 # Widest first, and the kernels for each.
 LEVELS = {
-    "avx512_fp16": "avx512",
-    "avx512_bf16": "avx512",
-    "avx512": "avx512",
-    "avx2": "avx2",
-    "default": "default",
-}
-pytestmark = pytest.mark.skipif(
-    platform.machine() != "x86_64", reason="the library knows one level of other processors"
-)
+    "x86_64": {
+        "avx512_fp16": "avx512",
+        "avx512_bf16": "avx512",
+        "avx512": "avx512",
+        "avx2": "avx2",
+        "default": "default",
+    },
+    "aarch64": {"neon_bf16": "default", "default": "default"},
+}.get(platform.machine(), {})
+pytestmark = pytest.mark.skipif(not LEVELS, reason="the library knows one level of this processor")
 # The variable is read once, so every value has a process of its own.
 SCRIPT = (
     HEADER
@@ -90,7 +91,7 @@ def test_any_machine_may_be_taken_for_a_smaller_one(answers) -> None:
 
 
 def expected(level: str, machine: tuple[object, ...]) -> tuple[object, ...]:
-    bfloat16, float16 = level.startswith("avx512_"), level == "avx512_fp16"
+    bfloat16, float16 = level.endswith(("_bf16", "_fp16")), level == "avx512_fp16"
     # On AMD processors.
     prefers_onednn = machine[4] and level.startswith("avx512")
     return (level, kernels_for(level), bfloat16, float16, prefers_onednn)

@@ -88,7 +88,7 @@ LIBRARIES = {
     ),
 }
 STANDARD = re.compile(
-    r"\w+|math\.h|(dlfcn|pthread)\.h|(sys/mman|malloc)\.h|(arm_neon|cpuid|immintrin)\.h|sanitizer/asan_interface\.h"
+    r"\w+|math\.h|(dlfcn|pthread)\.h|(sys/(auxv|mman)|malloc)\.h|(arm_neon|cpuid|immintrin)\.h|sanitizer/asan_interface\.h"
 )
 
 

@@ -13,8 +13,8 @@ class Processor(NamedTuple):
     """The processor's properties that the library's decisions depend on."""
 
     level: str
-    """The widest that the processor has: avx512_fp16, avx512_bf16, avx512, avx2 or default, which
-    is the only one on Arm."""
+    """The widest that the processor has: avx512_fp16, avx512_bf16, avx512, avx2 or default on x86,
+    neon_bf16 or default on aarch64."""
     kernels: str
     """The instruction set of the kernels: the widest that was built, up to `level`."""
     multiplies_bfloat16: bool

@@ -10,6 +10,8 @@
 
 #if defined(__x86_64__)
 #include <cpuid.h>
+#elif defined(__aarch64__)
+#include <sys/auxv.h>
 #endif
 
 #include "kernels/cpu.h"
@@ -48,6 +50,10 @@ std::span<const Level> levels() {
                               {"avx512", "avx512", avx512},
                               {"avx2", "avx2", avx2},
                               {"default", "default", true}};
+#elif defined(__aarch64__)
+  constexpr unsigned long kBfloat16 = 1 << 14;  // HWCAP2_BF16, which older headers do not have
+  static const bool bfloat16 = (getauxval(AT_HWCAP2) & kBfloat16) != 0;
+  static const Level all[] = {{"neon_bf16", "default", bfloat16}, {"default", "default", true}};
 #else
   static const Level all[] = {{"default", "default", true}};
 #endif
@@ -101,22 +107,27 @@ const Level& choose_level() {
 
 Processor find_processor() {
   const Level& level = choose_level();
-#if defined(__x86_64__)
-  const auto reaches = [&](std::string_view name) {
+  [[maybe_unused]] const auto reaches = [&](std::string_view name) {
     return std::ranges::any_of(from(level), [&](const Level& next) { return next.name == name; });
   };
   Processor found{};
   found.level = level.name;
   found.kernels = kernels_for(level);
+#if defined(__x86_64__)
   found.multiplies_bfloat16 = reaches("avx512_bf16");
   found.multiplies_half = reaches("avx512_fp16");
   found.onednn_emulates_bfloat16 = reaches("avx512") && !found.multiplies_bfloat16;
   found.converts_half = reaches("avx2");
   found.prefers_onednn = reaches("avx512") && __builtin_cpu_is("amd");  // measured on a Zen 4
-  return found;
+#elif defined(__aarch64__)
+  // PyTorch calls oneDNN there for bfloat16 if the processor multiplies it, and never for float16.
+  // Which road is faster was not measured on such a processor.
+  found.multiplies_bfloat16 = reaches("neon_bf16");
+  found.converts_half = true;
 #else
-  return {level.name, kernels_for(level), true, true, false, true, false};
+  found.multiplies_bfloat16 = found.multiplies_half = found.converts_half = true;
 #endif
+  return found;
 }
 
 }  // namespace

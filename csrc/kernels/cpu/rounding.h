@@ -128,6 +128,8 @@ constexpr int64_t kWordLanes = kVectorBytes / 2;
   return _mm256_movemask_epi8((__m256i)mask) != 0;
 #elif defined(__SSE2__)
   return _mm_movemask_epi8((__m128i)mask) != 0;
+#elif defined(__aarch64__)
+  return vmaxvq_u16(mask) != 0;
 #else
   uint64_t bits = 0;
   for (int64_t i = 0; i < kWordLanes; ++i) bits |= mask[i];
