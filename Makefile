@@ -80,8 +80,8 @@ test-processors: build
 test-arm: $(PACKAGES)
 	$(BIN)/python tools/cmake_build.py --arm $(ARGS)
 
-# Python tests on aarch64, under qemu, on Debian: cross-compiles the extension, and downloads Debian's
-# Python for arm64 and torch.
+# The executor's tests and Python tests on aarch64, under qemu, on Debian: cross-compiles the extension,
+# and downloads Debian's Python for arm64 and torch.
 test-arm-python: $(PACKAGES)
 	$(BIN)/python tools/arm_python.py $(ARGS)
 

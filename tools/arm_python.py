@@ -1,5 +1,6 @@
-"""Builds the extension for aarch64 and runs Python tests under qemu, on Debian.
+"""Builds the extension for aarch64 and runs its tests under qemu, on Debian.
 
+python tools/arm_python.py    the executor's C++ tests, and some of Python's
 python tools/arm_python.py tests/ops/test_dropout.py -k float32    arguments are for pytest
 
 Python comes from Debian's packages, torch from the index of pip: a CPU build saves gigabytes.
@@ -18,6 +19,7 @@ from cmake_build import (
     ARM_FOLDER,
     ARM_WITHOUT_TORCH,
     ROOT,
+    build_and_run,
     cmake_build,
     install_arm_tools,
     run,
@@ -48,8 +50,20 @@ CPU revision\t: 1
 def install_system() -> None:
     """Unpacks Debian's Python for arm64, and all that it needs, beside this system."""
     install_arm_tools()
-    if PYTHON.exists():
-        return
+    if not PYTHON.exists():
+        unpack_system()
+    emulator = ";".join(map(str, EMULATOR))
+    lines = (
+        f'include("{ROOT}/cmake/aarch64.cmake")',
+        f'set(CMAKE_CROSSCOMPILING_EMULATOR "{emulator}")',
+        f'set(Python_INCLUDE_DIR "{include_folder()}")',
+        f"set(CMAKE_CXX_FLAGS_INIT -idirafter{SYSTEM}/usr/include)  # Debian's pyconfig.h",
+        "set(CMAKE_FIND_ROOT_PATH_MODE_PACKAGE BOTH)  # torch is beside the system",
+    )
+    TOOLCHAIN.write_text("\n".join(lines), encoding="utf-8")
+
+
+def unpack_system() -> None:
     apt = FOLDER / "apt"
     for folder in ("lists/partial", "cache/archives/partial"):
         (apt / folder).mkdir(parents=True, exist_ok=True)
@@ -70,13 +84,6 @@ def install_system() -> None:
         run(["dpkg", "-x", str(package), str(SYSTEM)])
     (SYSTEM / "proc").mkdir(exist_ok=True)
     (SYSTEM / "proc/cpuinfo").write_text(CPUINFO, encoding="utf-8")
-    lines = (
-        f'include("{ROOT}/cmake/aarch64.cmake")',
-        f'set(Python_INCLUDE_DIR "{include_folder()}")',
-        f"set(CMAKE_CXX_FLAGS_INIT -idirafter{SYSTEM}/usr/include)  # Debian's pyconfig.h",
-        "set(CMAKE_FIND_ROOT_PATH_MODE_PACKAGE BOTH)  # torch is beside the system",
-    )
-    TOOLCHAIN.write_text("\n".join(lines), encoding="utf-8")
     make_interpreter(PYTHON)
 
 
@@ -117,13 +124,15 @@ def install_torch(version: str) -> Path:
     return install_packages(FOLDER / f"torch{version}", f"torch=={version}", *packages)
 
 
-def build(python: Path) -> None:
+def build(python: Path) -> dict[str, str]:
+    """Builds what the tests import; returns the options of CMake."""
     # `make test-arm` has compiled the kernels, perhaps.
     cmake_build(ARM_FOLDER, ARM_WITHOUT_TORCH, targets=("transformer_ops_kernels_library",))
     options = {
         "CMAKE_TOOLCHAIN_FILE": str(TOOLCHAIN),
         "Python_EXECUTABLE": str(python),
         "TRANSFORMER_OPS_KERNELS": str(ARM_FOLDER / "libtransformer_ops_kernels.so"),
+        "TRANSFORMER_OPS_TESTS": "ON",
     }
     os.environ["TRANSFORMER_OPS_CUDA"] = "OFF"  # nvcc is no cross compiler here
     cmake_build(FOLDER / "cmake", options, targets=("extension",))
@@ -132,6 +141,7 @@ def build(python: Path) -> None:
         shutil.copytree(ROOT / folder, TREE / folder, ignore=kept, dirs_exist_ok=True)
     shutil.copy(ROOT / "pyproject.toml", TREE)
     run([tool("cmake"), "--install", str(FOLDER / "cmake"), "--prefix", str(TREE)])
+    return options
 
 
 class ArmBuild(Build):
@@ -164,11 +174,12 @@ class ArmBuild(Build):
 
 
 def sample(day: int) -> list[str]:
-    """Arguments for pytest: a file of each kind, another one each day, and products, whose road
-    depends on the processor."""
+    """Arguments for pytest: a file of each kind, another one each day, and what depends on the
+    processor."""
     folders = [ROOT / "tests" / name for name in ("ops", "fuser", "quantization", "models")]
     files = [sorted(folder.glob("test_*.py")) for folder in folders]
-    chosen = {ROOT / "tests/ops/test_products.py", *(found[day % len(found)] for found in files)}
+    chosen = {ROOT / f"tests/ops/test_{name}.py" for name in ("products", "processor")}
+    chosen |= {found[day % len(found)] for found in files}
     names = [str(path.relative_to(ROOT)) for path in sorted(chosen)]
     return [*names, "-m", "not slow", "-k", LEFT_OUT]
 
@@ -179,9 +190,11 @@ def main(arguments: list[str]) -> None:
     if torch is None:
         raise SystemExit(f"[arm_python] {sys.executable} must have the torch to test, got none")
     python = make_interpreter(FOLDER / "python-tests", TREE, install_torch(torch))
-    build(python)
-    chosen = arguments or sample(int(time.time()) // 86400)
-    run([str(python), "-m", "pytest", "-q", *chosen], folder=TREE)
+    options = build(python)
+    if not arguments:
+        build_and_run(FOLDER / "cmake", options, ["executor"])
+        arguments = sample(int(time.time()) // 86400)
+    run([str(python), "-m", "pytest", "-q", *arguments], folder=TREE)
 
 
 if __name__ == "__main__":
