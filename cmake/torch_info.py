@@ -11,6 +11,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 python, found = sys.executable, find_spec("torch")
+if "-musl" in str(sysconfig.get_config_var("SOABI")):
+    raise SystemExit(f"{python} must be a Python for glibc, as torch is, got one for musl")
 if found is None or found.origin is None:
     raise SystemExit(f"{python} must have torch >= 2.11, got none: install it there first")
 if sysconfig.get_config_var("Py_GIL_DISABLED"):

@@ -111,6 +111,7 @@ def test_two_days_run_all_tests_of_kernels_for_arm(monkeypatch):
     ("change", "said"),
     [
         ("sysconfig.get_config_var = lambda name: 1", "a Python with the global lock, got a free-"),
+        ("sysconfig.get_config_var = lambda name: 'cpython-313-x86_64-linux-musl'", "one for musl"),
         ("importlib.util.find_spec = lambda name: None", "torch >= 2.11, got none: install it"),
     ],
 )
