@@ -20,6 +20,7 @@ import csv
 import hashlib
 import io
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -207,6 +208,10 @@ def cuda_name(toolkit: str) -> str:
     return f"transformer_ops_cuda{toolkit.split('.')[0]}"
 
 
+def cuda_tag() -> str:
+    return f"py3-none-linux_{platform.machine()}"
+
+
 def cuda_files(parts: list[Path], minors: list[tuple[int, int]], version: str) -> dict[str, bytes]:
     """The files of the wheel of the CUDA backend: its library for each torch, from wheels that were
     built with it."""
@@ -242,7 +247,7 @@ def cuda_files(parts: list[Path], minors: list[tuple[int, int]], version: str) -
         "Wheel-Version: 1.0",
         "Generator: tools/build_wheel.py",
         "Root-Is-Purelib: false",
-        "Tag: py3-none-linux_x86_64",
+        f"Tag: {cuda_tag()}",
     )
     texts = {
         f"{package}/__init__.py": init,
@@ -413,7 +418,7 @@ def main(arguments: list[str] | None = None) -> None:
     if given.cuda:
         files = cuda_files([*parts[1:], parts[0]], minors, version)
         package = next(iter(files)).partition("/")[0]
-        name = f"{package}-{version}-py3-none-linux_x86_64.whl"
+        name = f"{package}-{version}-{cuda_tag()}.whl"
     else:
         files = merge(parts, minors, version)
         name = f"transformer_ops-{version}-{parts[0].name.split('-', 2)[2]}"

@@ -7,6 +7,7 @@ import csv
 import hashlib
 import importlib
 import os
+import platform
 import subprocess
 import zipfile
 from pathlib import Path
@@ -171,7 +172,7 @@ def test_the_wheel_of_the_cuda_backend(tmp_path: Path) -> None:
     text = files[f"{about}/METADATA"].decode()
     assert "\nName: transformer-ops-cuda13\nVersion: 0.1.0.dev0+g1\n" in text
     assert "\nRequires-Dist: transformer-ops==0.1.0.dev0+g1\n" in text
-    assert "\nTag: py3-none-linux_x86_64\n" in files[f"{about}/WHEEL"].decode()
+    assert f"\nTag: py3-none-linux_{platform.machine()}\n" in files[f"{about}/WHEEL"].decode()
 
 
 def test_parts_for_several_versions_of_cuda_are_refused(tmp_path: Path) -> None:
