@@ -14,6 +14,7 @@ import peft
 import pytest
 import timm
 import torch
+import transformers
 from fuse_models import fused_rules, llama
 from torch import Tensor, nn
 
@@ -351,6 +352,29 @@ def test_a_model_that_jit_traces_before_its_first_call() -> None:
         for got, want in zip(model.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(got.grad, want.grad, rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(model(more), plain(more))
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::FutureWarning")
+def test_the_first_jit_trace_of_a_model_is_like_the_second() -> None:
+    # It makes the plans, and jit lists weights in the order in which their sizes are asked for.
+    class Classifier(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
+            config = transformers.ViTConfig(
+                num_hidden_layers=1, image_size=32, patch_size=8, **sizes
+            )
+            self.model = transformers.ViTForImageClassification(config).eval()
+
+        def forward(self, x: Tensor) -> Any:
+            return self.model(pixel_values=x).logits
+
+    plain, x = Classifier(), torch.randn(2, 3, 32, 32)
+    fused = copy.deepcopy(plain)
+    tops.fuse(fused)
+    traced = torch.jit.trace(fused, x)  # compares two traces
+    assert "transformer_ops::linear_bias_activation" in str(traced.inlined_graph)
+    torch.testing.assert_close(traced(x), plain(x))
 
 
 def test_a_frozen_model_of_inference_tensors_has_a_head_that_is_trained() -> None:

@@ -42,6 +42,7 @@ class PlanningSession:
     """The Python objects of one plan. Numbers below len(basic_ops) are basic ops; fused ops
     follow."""
 
+    @outside_of_jit_trace()
     def __init__(self, basic_ops: Ops, names: Sequence[OpName]) -> None:
         for op, name in zip(basic_ops, names, strict=True):
             _check_dtypes(op, name)
