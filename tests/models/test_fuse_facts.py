@@ -344,6 +344,17 @@ def test_a_change_of_what_statements_read(name: str, when: str) -> None:
     assert_same(plain, fused)
 
 
+def test_none_that_becomes_a_number() -> None:
+    plain, fused = Reading(), Reading()
+    for layer in (plain, fused):
+        layer.norm = nn.RMSNorm(D)  # with eps=None
+    assert {"residual"} <= {row.rule for row in tops.fuse(fused).fused}
+    assert_same(plain, fused)
+    for layer in (plain, fused):
+        layer.norm.eps = 0.5
+    assert_same(plain, fused)
+
+
 def swapped_gates(mlp: Any, name: str) -> Any:
     """`up_proj` in place of `gate_proj`."""
     own: Any = object.__getattribute__(mlp, "__dict__")
