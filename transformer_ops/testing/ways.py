@@ -325,7 +325,7 @@ OTHER_SIGN = "parameters of the other sign"
 PARAMETERS: dict[str, Callable[[Tensor], Tensor]] = {
     "after an optimizer step": step,
     "parameters of zeros": torch.zeros_like,
-    OTHER_SIGN: lambda t: -10 * t,
+    OTHER_SIGN: lambda t: -40 * t,
 }
 # What the attributes of an op become, by name.
 ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
