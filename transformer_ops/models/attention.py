@@ -81,6 +81,8 @@ class TransformersAttention(AttentionCall):
         # What a call must not give.
         self._refused = {*_UNKNOWN, *reading.absent} - {reading.masking.bias}
         self._interface = reading.interface
+        # Whether the configuration says how attention is computed.
+        self._asks = self._interface is not None or reading.asks
         self._sdpa = None if self._interface is None else known_sdpa(self._interface)
         if self._interface is not None and self._sdpa is None:
             raise FuseSkip("its attention function is another one")
@@ -253,11 +255,6 @@ class TransformersAttention(AttentionCall):
             _joined_masks[bias] = known
         found: Tensor = known[2]
         return found
-
-    @property
-    def _asks(self) -> bool:
-        """Whether the configuration says how attention is computed."""
-        return self._interface is not None or self.reading.asks
 
     def has_plain_softmax(self, module: Any) -> bool:
         if self.reading.is_plain:

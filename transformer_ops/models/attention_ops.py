@@ -108,8 +108,10 @@ class AttentionCall:
 
     def given(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
         """The arguments of a call behind the first one, by name; None if that one is, too."""
-        named = dict(zip(self._others, args, strict=False))
-        return None if self._first in kwargs else {**named, **kwargs}
+        if self._first in kwargs:
+            return None
+        named = dict(zip(self._others, args, strict=False)) if args else {}
+        return {**named, **kwargs}
 
     def inputs(
         self, module: Any, input: Tensor, given: Mapping[str, Any], gives_weights: bool

@@ -187,7 +187,7 @@ class FusedModule(nn.Module):
                 return None
             with outside_of_jit_trace():
                 sequential = region.make_variant(self, found.choice)
-        if not is_compiling():
+        if state.sequential is not sequential and not is_compiling():
             state.sequential = sequential  # the last one that ran
         return region, sequential, found
 
