@@ -68,6 +68,21 @@ def test_all_dropped(device):
     assert not y.any() and not x.grad.any()
 
 
+@pytest.mark.parametrize(
+    ("op", "width"),
+    [
+        (tops.Dropout(0.5), 4),
+        (tops.Attention(1, head_dim=4, p=0.5), 12),  # one key for each query, which is NaN
+    ],
+)
+def test_what_is_dropped_is_0_also_if_it_was_nan(op, width):
+    x = torch.ones(64, 1, width)
+    x[..., :4] = torch.nan
+    out = op(x)
+    assert (out == 0).any() and out.isnan().any()
+    assert ((out == 0) | out.isnan()).all()
+
+
 def test_number_of_threads_does_not_matter():
     op, x = tops.Dropout(0.3), torch.ones(517, 331)
     results = []

@@ -439,7 +439,7 @@ _SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "environment variables": (lambda: dict(os.environ), _set_environment),
     "the flags of oneDNN": (
         lambda: torch.backends.mkldnn.enabled,
-        lambda on: torch.backends.mkldnn.set_flags(on),
+        torch.backends.mkldnn.set_flags,
     ),
     "the flags of cuDNN": (
         lambda: [getattr(torch.backends.cudnn, flag) for flag in _CUDNN],
