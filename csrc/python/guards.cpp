@@ -5,6 +5,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
+#include <memory>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -64,19 +65,11 @@ py::object attribute_of(PyObject* object, const py::str& name) {
   return py::reinterpret_steal<py::object>(found);
 }
 
-// Returns nothing for what is no tensor.
-std::optional<std::vector<int64_t>> shape_of(PyObject* found) {
-  if (found == nullptr || !THPVariable_Check(found)) return std::nullopt;
+// Null for what is no tensor of known sizes.
+const at::Tensor* sized_tensor(PyObject* found) {
+  if (found == nullptr || !THPVariable_Check(found)) return nullptr;
   const at::Tensor& tensor = THPVariable_Unpack(found);
-  if (tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides()) return std::nullopt;
-  return tensor.sizes().vec();
-}
-
-bool has_shape(PyObject* found, const std::optional<std::vector<int64_t>>& shape) {
-  if (!shape) return !shape_of(found);
-  if (found == nullptr || !THPVariable_Check(found)) return false;
-  const at::Tensor& tensor = THPVariable_Unpack(found);
-  return !tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides() && tensor.sizes() == *shape;
+  return tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides() ? nullptr : &tensor;
 }
 
 // The dtype and the device of a tensor; nothing for what is no tensor.
@@ -84,6 +77,10 @@ std::optional<std::pair<at::ScalarType, at::Device>> storage_of(PyObject* found)
   if (found == nullptr || !THPVariable_Check(found)) return std::nullopt;
   const at::Tensor& tensor = THPVariable_Unpack(found);
   return std::pair{tensor.scalar_type(), tensor.device()};
+}
+
+std::unique_ptr<std::string> boxed(std::string&& text) {
+  return std::make_unique<std::string>(std::move(text));
 }
 
 bool is_plain(PyObject* object) {
@@ -168,14 +165,14 @@ bool Guards::is_new(const py::object& object, const Condition& condition) {
 
 void Guards::add_type(const py::object& object, std::string text) {
   auto type = py::reinterpret_borrow<py::object>(type_of(object.ptr()));
-  add(object, {.kind = Kind::Type, .expected = std::move(type), .text = std::move(text)});
+  add(object, {.kind = Kind::Type, .expected = std::move(type), .text = boxed(std::move(text))});
 }
 
 void Guards::add_attribute(const py::object& object, const py::str& name, std::string text) {
   add(object, {.kind = Kind::Attribute,
                .key = name,
                .expected = attribute_of(object.ptr(), name),
-               .text = std::move(text)});
+               .text = boxed(std::move(text))});
 }
 
 void Guards::add(const py::object& object, Condition condition) {
@@ -185,8 +182,10 @@ void Guards::add(const py::object& object, Condition condition) {
 
 void Guards::add_class_attribute(const py::type& type, const py::str& name, std::string text) {
   auto value = py::reinterpret_borrow<py::object>(class_attribute_of(type.ptr(), name));
-  Condition added{
-      .kind = Kind::Attribute, .key = name, .expected = std::move(value), .text = std::move(text)};
+  Condition added{.kind = Kind::Attribute,
+                  .key = name,
+                  .expected = std::move(value),
+                  .text = boxed(std::move(text))};
   auto known = std::ranges::find_if(classes_, [&](const auto& one) { return one.type.is(type); });
   if (known == classes_.end()) known = classes_.insert(known, {.type = type});
   const auto is_known = [&](const Condition& one) { return one.key.equal(name); };
@@ -197,31 +196,37 @@ void Guards::add_class_attribute(const py::type& type, const py::str& name, std:
 
 void Guards::add_value(const py::dict& dict, const py::str& key, std::string text) {
   auto value = py::reinterpret_borrow<py::object>(value_of(dict.ptr(), key));
-  add(dict,
-      {.kind = Kind::Value, .key = key, .expected = std::move(value), .text = std::move(text)});
+  add(dict, {.kind = Kind::Value,
+             .key = key,
+             .expected = std::move(value),
+             .text = boxed(std::move(text))});
 }
 
 void Guards::add_items(const py::dict& dict, const py::str& key, std::string text) {
   py::object items = items_of(value_of(dict.ptr(), key));
-  add(dict,
-      {.kind = Kind::Items, .key = key, .expected = std::move(items), .text = std::move(text)});
+  add(dict, {.kind = Kind::Items,
+             .key = key,
+             .expected = std::move(items),
+             .text = boxed(std::move(text))});
 }
 
 void Guards::add_type_of_value(const py::dict& dict, const py::str& key, std::string text) {
   PyObject* const value = value_of(dict.ptr(), key);
   add(dict, {.kind = Kind::TypeOfValue,
+             .storage = storage_of(value),
              .key = key,
              .expected = py::reinterpret_borrow<py::object>(type_of(value)),
-             .storage = storage_of(value),
-             .text = std::move(text)});
+             .text = boxed(std::move(text))});
 }
 
 void Guards::add_shape(const py::dict& dict, const py::str& key, std::string text) {
-  add(dict, {.kind = Kind::Shape,
-             .key = key,
-             .expected = {},
-             .shape = shape_of(value_of(dict.ptr(), key)),
-             .text = std::move(text)});
+  const at::Tensor* const tensor = sized_tensor(value_of(dict.ptr(), key));
+  add(dict,
+      {.kind = Kind::Shape,
+       .key = key,
+       .expected = {},
+       .shape = tensor ? std::make_unique<std::vector<int64_t>>(tensor->sizes().vec()) : nullptr,
+       .text = boxed(std::move(text))});
 }
 
 void Guards::add_size(const py::dict& dict, const py::str& key, std::string text) {
@@ -229,7 +234,7 @@ void Guards::add_size(const py::dict& dict, const py::str& key, std::string text
              .key = key,
              .expected = {},
              .size = size_of(value_of(dict.ptr(), key)),
-             .text = std::move(text)});
+             .text = boxed(std::move(text))});
 }
 
 void Guards::add(const py::dict& dict, Condition condition) {
@@ -246,8 +251,11 @@ bool Guards::holds(const Condition& condition) {
   switch (condition.kind) {
     case Kind::Size:
       return size_of(condition.found) == condition.size;
-    case Kind::Shape:
-      return has_shape(condition.found, condition.shape);
+    case Kind::Shape: {
+      const at::Tensor* const tensor = sized_tensor(condition.found);
+      if (!tensor || !condition.shape) return !tensor && !condition.shape;
+      return tensor->sizes() == *condition.shape;
+    }
     case Kind::Items:
       return has_items(condition.found, condition.expected.ptr());
     default:
@@ -267,7 +275,7 @@ const std::string* Guards::broken() const {
     const uint64_t now = version_of_class(type.ptr());
     if (now != 0 && now == version) continue;
     for (const Condition& one : attributes) {
-      if (class_attribute_of(type.ptr(), one.key) != one.expected.ptr()) return &one.text;
+      if (class_attribute_of(type.ptr(), one.key) != one.expected.ptr()) return one.text.get();
     }
     version = now;
   }
@@ -277,12 +285,12 @@ const std::string* Guards::broken() const {
     const bool has_changed = now == 0 || now != version;
     if (has_changed) {
       for (const Condition& one : values) {
-        if (!is_same(value_of(dict, one.key), one.expected.ptr())) return &one.text;
+        if (!is_same(value_of(dict, one.key), one.expected.ptr())) return one.text.get();
       }
     }
     for (const Condition& one : others) {
       if (has_changed) one.found = value_of(dict, one.key);
-      if (!holds(one)) return &one.text;
+      if (!holds(one)) return one.text.get();
     }
     version = now;
   }
@@ -291,7 +299,7 @@ const std::string* Guards::broken() const {
     const bool holds = one.kind == Kind::Type
                            ? type_of(object) == one.expected.ptr()
                            : is_same(attribute_of(object, one.key).ptr(), one.expected.ptr());
-    if (!holds) return &one.text;
+    if (!holds) return one.text.get();
   }
   return nullptr;
 }

@@ -4,6 +4,7 @@
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <set>
 #include <string>
@@ -51,15 +52,16 @@ class Guards {
 
  private:
   enum class Kind { Type, Attribute, Value, Items, TypeOfValue, Shape, Size };
+  // Checking reads many of these in turn: what it seldom reads is elsewhere.
   struct Condition {
     Kind kind;
+    std::optional<std::pair<at::ScalarType, at::Device>> storage = {};
     py::str key;
     py::object expected;  // null if the key is absent
     Py_ssize_t size = 0;
-    std::optional<std::vector<int64_t>> shape = {};
-    std::optional<std::pair<at::ScalarType, at::Device>> storage = {};
-    std::string text = {};
-    mutable PyObject* found = nullptr;  // the value of the key, borrowed
+    mutable PyObject* found = nullptr;                            // the value of the key, borrowed
+    std::unique_ptr<const std::vector<int64_t>> shape = nullptr;  // null for what is no tensor
+    std::unique_ptr<const std::string> text;
   };
   // Nothing is looked up while the dict has the version at which all conditions were true.
   struct DictConditions {

@@ -75,7 +75,9 @@ def test_all_dropped(device):
         (tops.Attention(1, head_dim=4, p=0.5), 12),  # one key for each query, which is NaN
     ],
 )
-def test_what_is_dropped_is_0_also_if_it_was_nan(op, width):
+def test_what_is_dropped_is_0_also_if_it_was_nan(pytestconfig, op, width):
+    if width == 12 and pytestconfig.getoption("--emulate-cuda") is not None:
+        pytest.skip("attention on CUDA is torch's, which multiplies by 0")
     x = torch.ones(64, 1, width)
     x[..., :4] = torch.nan
     out = op(x)
