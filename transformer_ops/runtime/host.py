@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import islice
 from typing import Any, cast
 
 import torch
@@ -77,8 +78,13 @@ class HostStep:
             )
         self.ops = step.ops
         self.basic_ops = [plan.basic_ops[i] for i in step.ops]
-        self.extra_inputs = [range(plan.basic_ops[i].num_extra_inputs) for i in step.ops]
-        self.extra_outputs = [range(plan.basic_ops[i].num_extra_outputs) for i in step.ops]
+        self.extra_inputs = [basic.num_extra_inputs for basic in self.basic_ops]
+        self.extra_outputs = [basic.num_extra_outputs for basic in self.basic_ops]
+        self.has_extra_inputs, self.has_extra_outputs = (
+            any(self.extra_inputs),
+            any(self.extra_outputs),
+        )
+        self.attributes = [plan.plan.ops[i][1] for i in step.ops]
 
     @property
     def op(self) -> FusibleOperation:
@@ -206,6 +212,8 @@ class HostCall(WeightCall):
 
     def original(self, tensor: Tensor | None) -> Tensor | None:
         """The tensor that is saved for one that a Python step got."""
+        if self.stand_ins is _NO_STAND_INS and not self.copies:
+            return tensor
         tensor = self.stand_ins.replace(tensor)
         return self.copies[id(tensor)][1] if id(tensor) in self.copies else tensor
 
@@ -216,27 +224,30 @@ class HostCall(WeightCall):
         step = self.plan.forward_steps[number]
         op, first = step.op, self.plan.plan.first_backward
         input_ = in_dtype(cast(Tensor, tensors[0]), dtypes[0])
-        given = iter(tensors[1:])
-        extra_inputs = [
-            tuple(self._with_requires_grad(i, k, next(given)) for k in count)
-            for i, count in zip(step.ops, step.extra_inputs, strict=True)
-        ]
+        extra_inputs: list[method_calls.Tensors] = [()] * len(step.ops)
+        if step.has_extra_inputs:
+            given = iter(tensors[1:])
+            extra_inputs = [
+                tuple(self._with_requires_grad(i, k, next(given)) for k in range(count))
+                for i, count in zip(step.ops, step.extra_inputs, strict=True)
+            ]
         contexts = [
-            OperationContext(i >= first, dtype, self.plan.plan.ops[i][1])
-            for i, dtype in zip(step.ops, dtypes, strict=True)
+            OperationContext(i >= first, dtype, attributes)
+            for i, dtype, attributes in zip(step.ops, dtypes, step.attributes, strict=True)
         ]
         self.contexts.update(zip(step.ops, contexts, strict=True))
         kwargs = [{} if self.kwargs is None else self.kwargs[i] for i in step.ops]
         arguments: dict[str, Any] = {"extra_inputs": extra_inputs, "kwargs": kwargs}
         try:
             with self._seen_by(step, dtypes, self.stand_ins):
-                output, extra = self._run_forward(op, contexts, input_, arguments)
+                output, extra = self._run_forward(step, contexts, input_, arguments)
         except Exception as error:
             step.note(error, "forward")
             raise
         results = [self.original(method_calls.check_output(op, output))]
-        for i, found in zip(step.ops, extra, strict=True):
-            results += [self._extra_output(step, i, k, tensor) for k, tensor in enumerate(found)]
+        if step.has_extra_outputs:
+            for i, found in zip(step.ops, extra, strict=True):
+                results += [self._extra_output(step, i, k, out) for k, out in enumerate(found)]
         is_trace = self.stand_ins.is_trace
         if not is_trace:
             results = _without_views(results, tensors)
@@ -250,15 +261,18 @@ class HostCall(WeightCall):
 
     def _run_forward(
         self,
-        op: FusibleOperation,
+        step: HostStep,
         contexts: list[OperationContext],
         input_: Tensor,
         arguments: dict[str, Any],
     ) -> tuple[Any, list[method_calls.Tensors]]:
+        op, counts = step.op, step.extra_outputs
         if op._forward_style() == "single":
-            return method_calls.forward(op, contexts, input_, **arguments)
+            return method_calls.forward(op, contexts, input_, counts=counts, **arguments)
         arguments["requires_grad"] = [ctx.requires_grad for ctx in contexts]
-        output, extra, to_save = method_calls.forward_compute(op, input_, **arguments)
+        output, extra, to_save = method_calls.forward_compute(
+            op, input_, counts=counts, **arguments
+        )
         method_calls.forward_save_ctx(op, contexts, input_, to_save, **arguments)
         return output, extra
 
@@ -379,8 +393,10 @@ class HostCall(WeightCall):
         """Runs a step of backward. Returns the gradients of the main input, of the parameters of
         each op, and of the extra inputs of each op."""
         step = self.plan.backward_steps[number]
-        given = iter(grads[1:])
-        grad_extra_outputs = [tuple(next(given) for _ in count) for count in step.extra_outputs]
+        grad_extra_outputs: list[method_calls.Tensors] = [()] * len(step.ops)
+        if step.has_extra_outputs:
+            given = iter(grads[1:])
+            grad_extra_outputs = [tuple(islice(given, count)) for count in step.extra_outputs]
         count = len(self.stand_ins.given)
         standing, attributes = standing[:count], self._attributes_of(standing[count:])
         contexts = [
@@ -401,6 +417,7 @@ class HostCall(WeightCall):
                     contexts,
                     cast(Tensor, grads[0]),
                     grad_extra_outputs=grad_extra_outputs,
+                    counts=step.extra_inputs,
                 )
         except Exception as error:
             # The method may have taken them away.
@@ -411,8 +428,8 @@ class HostCall(WeightCall):
         results = [grad_input]
         for i, found in zip(step.ops, grad_parameters, strict=True):
             results += self._parameter_grads(step, i, found)
-        for i, found in zip(step.ops, grad_extra_inputs, strict=True):
-            results += found or [None] * self.plan.basic_ops[i].num_extra_inputs
+        for count, found in zip(step.extra_inputs, grad_extra_inputs, strict=True):
+            results += found or [None] * count
         if not self.stand_ins.is_trace:
             method = f"{step.op._python_backward}_backward"
             # The interpreter names gradients on another device.

@@ -1,5 +1,6 @@
 """How a step calls the Python methods of an op: the definition that counts, with the keywords that
-its signature accepts. Lists have one entry for each basic op of the step."""
+its signature accepts. Lists have one entry for each basic op of the step; `counts` are the numbers
+of extra tensors that each must return."""
 
 from __future__ import annotations
 
@@ -28,6 +29,7 @@ def forward(
     *,
     extra_inputs: list[Tensors],
     kwargs: list[dict[str, Any]],
+    counts: list[int],
 ) -> tuple[Tensor, list[Tensors]]:
     """Single style: returns (output, extra outputs of each basic op); saves tensors in `ctxs`."""
     keywords = _offer(op, "fuser_forward", extra_inputs, kwargs)
@@ -37,7 +39,7 @@ def forward(
     else:
         found = op.fuser_forward(ctxs, input_, **keywords)
         output, extra = unpacked(op, "fuser_forward", found, "output, extra outputs")
-    return output, _extra_outputs(op, "fuser_forward", extra)
+    return output, _extra_outputs(op, "fuser_forward", extra, counts)
 
 
 def forward_compute(
@@ -47,6 +49,7 @@ def forward_compute(
     requires_grad: list[bool],
     extra_inputs: list[Tensors],
     kwargs: list[dict[str, Any]],
+    counts: list[int],
 ) -> tuple[Tensor, list[Tensors], Any]:
     """Split style, first half: returns (output, extra outputs of each basic op, tensors to
     save)."""
@@ -58,7 +61,7 @@ def forward_compute(
     else:
         found = op.fuser_forward_compute(input_, **keywords)
         output, extra, to_save = unpacked(op, name, found, "output, extra outputs, tensors to save")
-    return output, _extra_outputs(op, name, extra), to_save
+    return output, _extra_outputs(op, name, extra, counts), to_save
 
 
 def forward_save_ctx(
@@ -86,6 +89,7 @@ def backward(
     grad_output: Tensor,
     *,
     grad_extra_outputs: list[Tensors],
+    counts: list[int],
 ) -> tuple[Tensor | None, list[Tensors], list[Tensors]]:
     """Returns the gradients of (input, parameters of each basic op, extra inputs of each basic
     op)."""
@@ -102,8 +106,7 @@ def backward(
     parameters = _per_basic_op(op, method, "lists of parameter gradients", grad_parameters)
     extra = _per_basic_op(op, method, "lists of extra gradients", grad_extra_inputs)
     _check_gradient(op, "the input", grad_input)
-    for basic, tensors in zip(op.basic_ops, extra, strict=True):
-        _check_count(op, basic, method, "gradients", tensors, basic.num_extra_inputs)
+    _check_counts(op, method, "gradients", extra, counts)
     _check_gradients(op, "a parameter", parameters)
     _check_gradients(op, "an extra input", extra)
     return grad_input, parameters, extra
@@ -216,26 +219,25 @@ def _offer(
     return {n: v for n, v in offered.items() if accepted is None or n in accepted}
 
 
-def _extra_outputs(op: FusibleOperation, method: str, extra: Any) -> list[Tensors]:
+def _extra_outputs(
+    op: FusibleOperation, method: str, extra: Any, counts: list[int]
+) -> list[Tensors]:
     outputs = _per_basic_op(op, method, "lists of extra outputs", extra)
-    for basic, tensors in zip(op.basic_ops, outputs, strict=True):
-        _check_count(op, basic, method, "outputs", tensors, basic.num_extra_outputs)
+    _check_counts(op, method, "outputs", outputs, counts)
     return outputs
 
 
-def _check_count(
-    op: FusibleOperation,
-    basic: BasicOperation,
-    method: str,
-    what: str,
-    tensors: Tensors,
-    count: int,
+def _check_counts(
+    op: FusibleOperation, method: str, what: str, lists: list[Tensors], counts: list[int]
 ) -> None:
-    if len(tensors) != count:
-        raise RuntimeError(
-            f"[{type(op).__name__}] {method} must return {count} extra {what} for "
-            f"{type(basic).__name__}, got {len(tensors)}"
-        )
+    if list(map(len, lists)) == counts:
+        return
+    for basic, tensors, count in zip(op.basic_ops, lists, counts, strict=True):
+        if len(tensors) != count:
+            raise RuntimeError(
+                f"[{type(op).__name__}] {method} must return {count} extra {what} for "
+                f"{type(basic).__name__}, got {len(tensors)}"
+            )
 
 
 def _per_basic_op(
