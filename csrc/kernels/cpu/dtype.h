@@ -14,6 +14,8 @@
 
 #if defined(__F16C__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #define TRANSFORMER_OPS_INLINE inline __attribute__((always_inline))
@@ -128,6 +130,13 @@ __attribute__((noinline)) void from_acc(const float* in, T* out, int64_t n) {
     for (; i + 8 <= n; i += 8) {
       const __m128i half = _mm256_cvtps_ph(_mm256_loadu_ps(in + i), _MM_FROUND_TO_NEAREST_INT);
       _mm_storeu_si128(reinterpret_cast<__m128i*>(out + i), half);
+    }
+  }
+#elif defined(__aarch64__)
+  // G++ 12 converts one number at a time.
+  if constexpr (__is_same(T, Half)) {
+    for (; i + 4 <= n; i += 4) {
+      vst1_u16(&out[i].bits, vreinterpret_u16_f16(vcvt_f16_f32(vld1q_f32(in + i))));
     }
   }
 #endif
