@@ -113,6 +113,11 @@ def sanitizer_options(sanitizer: str) -> dict[str, str]:
     return options
 
 
+def with_clang(folder: Path, options: dict[str, str]) -> tuple[Path, dict[str, str]]:
+    """The same build by clang, in a folder of its own: CMake forgets all if a compiler changes."""
+    return Path(f"{folder}-clang"), {**options, "CMAKE_CXX_COMPILER": "clang++"}
+
+
 ARM = {"CMAKE_TOOLCHAIN_FILE": str(ROOT / "cmake/aarch64.cmake")}
 ARM_WITHOUT_TORCH = {**ARM, "TRANSFORMER_OPS_TORCH": "OFF"}
 ARM_FOLDER = ROOT / "build/aarch64"
@@ -138,23 +143,28 @@ def install_arm_tools() -> None:
     run([*root, "apt-get", "install", "-q", "-y", "--no-install-recommends", *missing])
 
 
-def build_and_run_arm_tests(parts: list[str], sample: bool) -> None:
+def build_and_run_arm_tests(parts: list[str], sample: bool = False, clang: bool = False) -> None:
     """Cross-compiles what needs no torch, and runs its tests under qemu."""
     install_arm_tools()
+    folder, options = ARM_FOLDER, ARM_WITHOUT_TORCH
+    if clang:
+        folder, options = with_clang(folder, options)
     if not sample:
-        return build_and_run(ARM_FOLDER, ARM_WITHOUT_TORCH, parts)
+        return build_and_run(folder, options, parts)
     # Tests of kernels are in four shards, of which each day has two.
     today = (0, 1) if date.today().toordinal() % 2 else (2, 3)
     print(f"Of four shards of tests of kernels, today's are {today}; `make test-arm` runs all.")
     shards = "|".join(map(str, today))
-    build_and_run(ARM_FOLDER, ARM_WITHOUT_TORCH, ["kernels"], f"({shards})$")
+    build_and_run(folder, options, ["kernels"], f"({shards})$")
 
 
-def build_and_run_tests(sanitizer: str | None, parts: list[str]) -> None:
+def build_and_run_tests(sanitizer: str | None, parts: list[str], clang: bool) -> None:
     options = {"TRANSFORMER_OPS_TESTS": "ON", "TRANSFORMER_OPS_SANITIZE": "OFF"}
     if sanitizer is not None:
         options |= sanitizer_options(sanitizer)
     folder = build_folder({None: "", "address": "-san", "thread": "-tsan"}[sanitizer])
+    if clang:
+        folder, options = with_clang(folder, options)
     build_and_run(folder, options, parts)
 
 
@@ -194,14 +204,17 @@ if __name__ == "__main__":
     parser.add_argument(
         "--sample", action="store_true", help="with --arm: half of the tests of kernels, each day's"
     )
+    parser.add_argument(
+        "--clang", action="store_true", help="compiled by clang++, in a build folder of its own"
+    )
     given = parser.parse_args()
-    if given.extension and given.only:
+    if given.extension and (given.only or given.clang):
         parser.error("--extension must be alone: it builds no tests")
     if given.sample and (given.only or not given.arm):
         parser.error("--sample must stand with --arm alone: it names the tests")
     if given.extension:
         cmake_build(build_folder(), EDITABLE, targets=("extension",))
     elif given.arm:
-        build_and_run_arm_tests(given.only, given.sample)
+        build_and_run_arm_tests(given.only, given.sample, given.clang)
     else:
-        build_and_run_tests(given.sanitize, given.only)
+        build_and_run_tests(given.sanitize, given.only, given.clang)

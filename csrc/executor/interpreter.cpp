@@ -1,7 +1,6 @@
 #include "executor/interpreter.h"
 
 #include <algorithm>
-#include <ranges>
 
 #include "executor/deferred_call.h"
 #include "executor/error_text.h"
@@ -319,9 +318,10 @@ class Interpreter {
       return;
     }
     // An op that writes into a buffer has no other list results.
-    const auto is_other_list = [&](int i) { return i != position && call.counts[i] > 0; };
-    const bool gives_lists = std::ranges::any_of(
-        std::views::iota(0, static_cast<int>(std::ssize(call.counts))), is_other_list);
+    bool gives_lists = false;
+    for (int i = 0; i < std::ssize(call.counts); ++i) {
+      gives_lists |= i != position && call.counts[i] > 0;
+    }
     const bool all_wanted = std::ranges::find(wanted, false) == wanted.end();
     std::optional<Accumulation> target;
     if (into && all_wanted && !gives_lists) target = frame_.host->accumulation(op);

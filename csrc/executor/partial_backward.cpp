@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cstdlib>
 #include <mutex>
-#include <ranges>
 
 #include "executor/call_text.h"
 #include "executor/passes.h"
@@ -103,7 +102,7 @@ class Prune {
  public:
   Prune(const Program::Code& code, std::vector<bool> is_live)
       : is_live_(std::move(is_live)), is_written_(code.values, false) {
-    for (const Line& line : code.lines | std::views::reverse) add(line);
+    for (auto line = code.lines.rbegin(); line != code.lines.rend(); ++line) add(*line);
     std::ranges::reverse(lines_);
   }
 

@@ -54,7 +54,7 @@ class ProgramCache {
     Rows::node_type evicted;  // freed after the lock is released
     const std::lock_guard lock(mutex_);
     auto used = std::make_shared<std::atomic<uint64_t>>(++clock_);
-    const auto [row, is_new] = rows_.try_emplace(key, std::move(made), std::move(used));
+    const auto [row, is_new] = rows_.try_emplace(key, Cached{std::move(made), std::move(used)});
     const Cached found = row->second;
     if (rows_.size() > kCapacity) evicted = rows_.extract(oldest());
     return found;

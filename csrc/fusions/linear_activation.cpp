@@ -55,7 +55,7 @@ void backward_cpu(const Call& call, const Tensor& grad_output, const Tensor& inp
   const Tensor of_input = memory_for(grad_input, wants_input, input);
   const auto dtype = cpu::kernel_dtype(input);
   const int64_t stride = input.size(-1);
-  const auto pass = [&](const Tensor& buffer, int64_t first) {
+  const auto pass = [&, wants_bias = wants_bias](const Tensor& buffer, int64_t first) {
     const cpu::Rows both{buffer, buffer.size(1)}, x{input, stride}, grad_x{of_input, stride};
     const int64_t offset = first * input.element_size();
     const auto add_rows = [&](int64_t begin, int64_t end, void* sums) {

@@ -71,7 +71,8 @@ void layer_norm_cpu(const Tensor& grad_output, const Tensor& grad_extra_output, 
   if (wants_weight) sums_of.push_back(grad_weight);
   if (wants_bias) sums_of.push_back(grad_bias);
   cpu::sum_rows(x.count(), width, rows.x, sums_of,
-                [&](int64_t begin, int64_t end, const std::vector<void*>& sums) {
+                [&, wants_weight = wants_weight, wants_bias = wants_bias](
+                    int64_t begin, int64_t end, const std::vector<void*>& sums) {
                   cpu::layer_norm_residual_backward(
                       cpu::kernel_dtype(rows.x), rows.extra.wide, grad.read(begin), x.read(begin),
                       means.read(begin), rstds.read(begin), parameters.gamma, residual.read(begin),
@@ -128,13 +129,14 @@ void rms_norm_cpu(const Tensor& grad_output, const Tensor& grad_extra_output, co
   const cpu::NormParameters parameters(rows.x, weight, nullptr, zero_centered_gamma);
   const cpu::Rows grad{rows.grad, width}, x{rows.x, width}, rstds{rows.rstd, 1};
   const cpu::Rows residual{rows.extra.gradient, width}, grad_x{sum, width};
-  cpu::sum_rows(x.count(), width, rows.x, {&grad_weight, wants_weight ? size_t{1} : 0},
-                [&](int64_t begin, int64_t end, const std::vector<void*>& sums) {
-                  cpu::rms_norm_residual_backward(
-                      cpu::kernel_dtype(rows.x), rows.extra.wide, grad.read(begin), x.read(begin),
-                      rstds.read(begin), parameters.gamma, residual.read(begin),
-                      grad_x.write(begin), wants_weight ? sums[0] : nullptr, end - begin, width);
-                });
+  cpu::sum_rows(
+      x.count(), width, rows.x, {&grad_weight, wants_weight ? size_t{1} : 0},
+      [&, wants_weight = wants_weight](int64_t begin, int64_t end, const std::vector<void*>& sums) {
+        cpu::rms_norm_residual_backward(cpu::kernel_dtype(rows.x), rows.extra.wide,
+                                        grad.read(begin), x.read(begin), rstds.read(begin),
+                                        parameters.gamma, residual.read(begin), grad_x.write(begin),
+                                        wants_weight ? sums[0] : nullptr, end - begin, width);
+      });
 }
 
 void rms_norm_cuda(const Tensor& grad_output, const Tensor& grad_extra_output, const Tensor& input,

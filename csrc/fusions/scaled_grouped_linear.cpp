@@ -48,7 +48,7 @@ void backward_cpu(const Call& call, const Tensor& grad_output, const Tensor& inp
   const Groups groups(call, splits, grad.size(0));
   const GroupTensors weights = group_weights(weight), found = group_weights(grad_weight);
   const int64_t work = weights.size(0) * weights.size(1);
-  const auto run_group = [&](int64_t group) {
+  const auto run_group = [&, wants_weight = wants_weight](int64_t group) {
     const int64_t first = groups.begin(group), count = groups.size(group);
     if (count == 0) {
       if (wants_weight && !call.main_grad().adds) weight_of(found, group).zero_();

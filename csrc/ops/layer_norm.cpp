@@ -59,7 +59,8 @@ void backward_cpu(const Tensor& grad_output, const Tensor& input, const Tensor& 
   if (wants_weight) sums_of.push_back(grad_weight);
   if (wants_bias) sums_of.push_back(grad_bias);
   cpu::sum_rows(x.count(), x.width, input, sums_of,
-                [&](int64_t begin, int64_t end, const std::vector<void*>& sums) {
+                [&, wants_weight = wants_weight, wants_bias = wants_bias](
+                    int64_t begin, int64_t end, const std::vector<void*>& sums) {
                   cpu::layer_norm_backward(
                       cpu::kernel_dtype(input), grad.read(begin), x.read(begin), means.read(begin),
                       rstds.read(begin), parameters.gamma, grad_x.write(begin),

@@ -51,12 +51,13 @@ void backward_cpu(const Tensor& grad_output, const Tensor& input, const Tensor& 
   const cpu::Rows x{input, norm_width(shape)}, grad{grad_output, x.width}, rstds{rstd, 1};
   const cpu::NormParameters parameters(input, weight, nullptr, zero_centered_gamma);
   const cpu::Rows grad_x{of_input, x.width};
-  cpu::sum_rows(x.count(), x.width, input, {&grad_weight, wants_weight ? size_t{1} : 0},
-                [&](int64_t begin, int64_t end, const std::vector<void*>& sums) {
-                  cpu::rms_norm_backward(cpu::kernel_dtype(input), grad.read(begin), x.read(begin),
-                                         rstds.read(begin), parameters.gamma, grad_x.write(begin),
-                                         wants_weight ? sums[0] : nullptr, end - begin, x.width);
-                });
+  cpu::sum_rows(
+      x.count(), x.width, input, {&grad_weight, wants_weight ? size_t{1} : 0},
+      [&, wants_weight = wants_weight](int64_t begin, int64_t end, const std::vector<void*>& sums) {
+        cpu::rms_norm_backward(cpu::kernel_dtype(input), grad.read(begin), x.read(begin),
+                               rstds.read(begin), parameters.gamma, grad_x.write(begin),
+                               wants_weight ? sums[0] : nullptr, end - begin, x.width);
+      });
 }
 
 void backward_cuda(const Tensor& grad_output, const Tensor& input, const Tensor& rstd,

@@ -365,7 +365,7 @@ std::vector<OpName> Group::names(CachedPlan& plan) {
 
 void Group::finish(const SharedPlan& plan, Device device) {
   const auto entry = std::static_pointer_cast<PlanEntry>(plan);
-  entry->handle = std::make_shared<ProgramHandle>(entry->program);
+  entry->handle = std::make_shared<ProgramHandle>(ProgramHandle{entry->program});
   entry->needs_host = entry->program->has_host_steps || entry->program->accumulates;
   if (entry->needs_host) entry->host = entry->session.attr("make_host")(entry);
   std::map<int, bool> records;  // by op: does the plan write to its state?

@@ -93,7 +93,8 @@ void scaled_product_cpu(const ScaledActivation& activation, const GroupTensors& 
 
 void experts_forward_cpu(const Experts& experts, const Groups& groups, const GroupedRows& rows,
                          const Tensor& scales, const Tensor& hidden, const Tensor& output) {
-  const auto& [activation, up, down] = experts;
+  const ScaledActivation& activation = experts.activation;
+  const GroupTensors &up = experts.up, &down = experts.down;
   const auto dtype = up.scalar_type();
   const int64_t work = work_of(experts);
   const auto run = [&](int64_t begin, int64_t end) {
@@ -121,7 +122,8 @@ void experts_backward_cpu(const Experts& experts, const Groups& groups,
                           const GroupedRows& grad_output, const GroupedRows& rows,
                           const Tensor& hidden, const Tensor& scales,
                           const ExpertGradients& gradients) {
-  const auto& [activation, up, down] = experts;
+  const ScaledActivation& activation = experts.activation;
+  const GroupTensors &up = experts.up, &down = experts.down;
   const auto dtype = up.scalar_type();
   const int64_t work = work_of(experts);
   const auto run = [&](int64_t begin, int64_t end) {

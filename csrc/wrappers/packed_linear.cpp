@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <numeric>
 #include <optional>
+#include <utility>
 
 #include "wrappers/bias.h"
 #include "wrappers/cpu.h"
@@ -191,18 +192,18 @@ Tensor input_gradient_cpu(const Tensor& grad, const Tensors& weight, at::IntArra
 
 Tensors weight_gradients_cpu(const Tensor& grad, const Tensor& input, at::IntArrayRef columns,
                              const MainGrad& main_grad) {
-  const auto& [no_buffer, adds, buffers] = main_grad;
+  const Tensors& buffers = main_grad.buffers;
   if (buffers.empty()) {
     const Tensor all = empty_cpu({grad.size(1), input.size(1)}, grad.scalar_type());
     multiply_cpu(all, transposed(grad), input);
     return runs_of(all, columns);
   }
   if (const Tensor all = joined(buffers); all.defined()) {
-    product_cpu(all, transposed(grad), input, adds);
+    product_cpu(all, transposed(grad), input, main_grad.adds);
     return buffers;
   }
   for_each_part(columns, [&](size_t i, int64_t first) {
-    product_cpu(buffers[i], transposed(columns_of(grad, first, columns[i])), input, adds);
+    product_cpu(buffers[i], transposed(columns_of(grad, first, columns[i])), input, main_grad.adds);
   });
   return buffers;
 }
@@ -258,16 +259,17 @@ PackedBackward packed_linear_backward_cuda(const Tensor& grad_output, std::optio
   const Tensor grad = as_matrix(grad_output);
   const auto dtype = grad.scalar_type();
   const auto device = grad.device();
-  PackedBackward found;
-  auto& [grad_input, grad_weight, grad_bias] = found;
+  Tensor grad_input;
+  Tensors grad_weight, grad_bias;
   if (wants_weight) {
     Tensor x = as_matrix(*input);
     input.reset();
-    const auto& [no_buffer, adds, buffers] = main_grad;
+    const Tensors& buffers = main_grad.buffers;
     for_each_part(columns, [&](size_t i, int64_t first) {
       const Tensor found =
           buffers.empty() ? empty({columns[i], x.size(1)}, dtype, device) : buffers[i];
-      linear_weight_gradient_cuda(columns_of(grad, first, columns[i]), x, found, {.adds = adds});
+      linear_weight_gradient_cuda(columns_of(grad, first, columns[i]), x, found,
+                                  {.adds = main_grad.adds});
       grad_weight.push_back(found);
     });
   }
@@ -289,7 +291,7 @@ PackedBackward packed_linear_backward_cuda(const Tensor& grad_output, std::optio
     });
     grad_input = with_last_size(grad_input, grad_output, weight[0].size(1));
   }
-  return found;
+  return {std::move(grad_input), std::move(grad_weight), std::move(grad_bias)};
 }
 
 // ---- decompositions
@@ -307,10 +309,11 @@ PackedBackward packed_linear_backward_decomposed(const Tensor& grad_output, cons
                                                  const Tensors& weight, at::IntArrayRef columns,
                                                  PackedMask wanted) {
   const auto [wants_input, wants_weight, wants_bias] = wanted;
-  PackedBackward found;
-  auto& [grad_input, grad_weight, grad_bias] = found;
+  Tensor grad_input;
+  Tensors grad_weight, grad_bias;
   const Tensor x = wants_weight ? as_matrix(*input) : Tensor();
-  for_each_part(columns, [&](size_t i, int64_t first) {
+  const auto add_part = [&, wants_input = wants_input, wants_weight = wants_weight,
+                         wants_bias = wants_bias](size_t i, int64_t first) {
     const Tensor grad = grad_output.narrow(-1, first, columns[i]);
     if (wants_input) {
       const Tensor part = at::matmul(grad, weight[i]);
@@ -318,8 +321,9 @@ PackedBackward packed_linear_backward_decomposed(const Tensor& grad_output, cons
     }
     if (wants_weight) grad_weight.push_back(as_matrix(grad).t().mm(x));
     if (wants_bias) grad_bias.push_back(sum_of_rows(grad));
-  });
-  return found;
+  };
+  for_each_part(columns, add_part);
+  return {std::move(grad_input), std::move(grad_weight), std::move(grad_bias)};
 }
 
 }  // namespace transformer_ops

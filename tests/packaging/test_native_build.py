@@ -107,6 +107,26 @@ def test_two_days_run_all_tests_of_kernels_for_arm(monkeypatch):
     assert sorted(runs) == names
 
 
+def test_clang_builds_in_a_folder_of_its_own(monkeypatch):
+    built = []
+    monkeypatch.setattr(cmake_build, "install_arm_tools", lambda: None)
+    monkeypatch.setattr(cmake_build, "run", lambda command, **kwargs: None)
+    monkeypatch.setattr(
+        cmake_build,
+        "cmake_build",
+        lambda folder, options, **_: built.append((folder, options.get("CMAKE_CXX_COMPILER"))),
+    )
+    for clang in (False, True):
+        cmake_build.build_and_run_arm_tests([], clang=clang)
+        cmake_build.build_and_run_tests(None, [], clang)
+    assert built == [
+        (cmake_build.ARM_FOLDER, None),
+        (cmake_build.build_folder(), None),
+        (Path(f"{cmake_build.ARM_FOLDER}-clang"), "clang++"),
+        (cmake_build.build_folder("-clang"), "clang++"),
+    ]
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [

@@ -209,6 +209,7 @@ inline const Activation kActivations[] = {Activation::GELU,  Activation::ExactGE
                                           Activation::QGELU, Activation::ReLU,
                                           Activation::SReLU, Activation::SiLU};
 
+// Its tests name members where a lambda uses them: clang before 16 captures no structured bindings.
 struct RowShape {
   int64_t rows, h;
 };

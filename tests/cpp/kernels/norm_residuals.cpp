@@ -35,7 +35,8 @@ class NormResidual : public KernelTest {
 };
 
 TEST_P(NormResidual, LayerNorm) {
-  for (const auto [rows, h] : kRowShapes) {
+  for (const RowShape& shape : kRowShapes) {
+    const int64_t rows = shape.rows, h = shape.h;
     for (const bool has_gamma : {false, true}) {
       Array x = random(rows * h), g = random(rows * h), gamma = random_acc(h, 1.0);
       Array y(dtype, rows * h), mean(acc, rows), rstd(acc, rows);
@@ -66,7 +67,8 @@ TEST_P(NormResidual, LayerNorm) {
 }
 
 TEST_P(NormResidual, RMSNorm) {
-  for (const auto [rows, h] : kRowShapes) {
+  for (const RowShape& shape : kRowShapes) {
+    const int64_t rows = shape.rows, h = shape.h;
     for (const bool has_gamma : {false, true}) {
       Array x = random(rows * h), g = random(rows * h), gamma = random_acc(h, 1.0);
       Array y(dtype, rows * h), rstd(acc, rows), grad_gamma(acc, h), sum_gamma(acc, h);

@@ -62,7 +62,7 @@ class EncodingTest : public testing::Test {
       if (std::isfinite(x) && !std::signbit(x) && x <= E::kLargest) numbers_.push_back(x);
     }
     std::ranges::sort(numbers_);
-    numbers_.erase(std::ranges::unique(numbers_).begin(), numbers_.end());
+    numbers_.erase(std::unique(numbers_.begin(), numbers_.end()), numbers_.end());
   }
 
   // The magnitude nearest to |x|; of two, the one whose code is even.

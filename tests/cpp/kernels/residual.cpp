@@ -77,8 +77,8 @@ TEST_P(KernelTest, BiasDropoutAddIsTheResidualWhereDroppedWhateverTheInput) {
 
 // The norm is bit for bit that of the rounded sum, whether the sum is kept or not.
 TEST_P(KernelTest, AddAndNorm) {
-  for (const auto [rows, h] : kRowShapes) {
-    const int64_t n = rows * h;
+  for (const RowShape& shape : kRowShapes) {
+    const int64_t rows = shape.rows, h = shape.h, n = rows * h;
     Array x = random(n), extra = random(n), gamma = random_acc(h, 1.0), beta = random_acc(h);
     Array sum(dtype, n), y(dtype, n), mean(acc, rows), rstd(acc, rows);
     Array want_y(dtype, n), want_mean(acc, rows), want_rstd(acc, rows), unkept(dtype, n);

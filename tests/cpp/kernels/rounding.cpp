@@ -208,7 +208,8 @@ TEST_P(RoundingTest, AtRandomByTheBitsOfItsPlace) {
   constexpr int64_t kFirstRow = 160;
   for (const kernel::Format& format : kernel::kFormats) {
     if (!kernel::is_floating(format.element)) continue;
-    for (const auto& [rows, h] : kQuantizedShapes) {
+    for (const QuantizedShape& shape : kQuantizedShapes) {
+      const int64_t rows = shape.rows, h = shape.h;
       Array x = hard_numbers(dtype, rows, h);
       const Quantized codes = quantize_by_formula(format, x, rows, h);
       const auto block_of = [&](int64_t i) {
@@ -223,11 +224,11 @@ TEST_P(RoundingTest, AtRandomByTheBitsOfItsPlace) {
         with_formulas(format, [&]<class E>(E) {
           if constexpr (E::kFloat) {
             for (int64_t i = 0; i < rows * h; ++i) {
-              const auto [encode, decode] = scales_of(codes, block_of(i));
-              const Choice choice = choose<E>(std::abs(number(x, i)) * encode,
+              const Scales scales = scales_of(codes, block_of(i));
+              const Choice choice = choose<E>(std::abs(number(x, i)) * scales.encode,
                                               random_bits(kSeed, kFirstRow + i / h, i % h, h));
               const auto value = [&](double code) {
-                const double exact = code * static_cast<double>(decode);
+                const double exact = code * static_cast<double>(scales.decode);
                 const double product = to == DType::Float64 ? exact : static_cast<float>(exact);
                 return std::copysign(round_to(product, to), number(x, i));
               };
