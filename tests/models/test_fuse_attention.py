@@ -126,7 +126,7 @@ MASKS: dict[str, Row] = {
 # Their attention is written in other ways.
 OTHERS = ["GPT2", "OPT", "StableLm", "Cohere", "GPTNeoX"]
 FORMS = ["XGLM", "TrOCR", "Mvp", "GPTJ", "CodeGen", "Falcon", "FalconH1"]
-FORMS += ["Mpt", "Bloom"]
+FORMS += ["Mpt", "Bloom", "Afmoe", "Laguna"]
 # Their own statements give other gradients in rows that padding leaves nothing to read.
 PADDED = {("XGLM", "padding"), ("Mpt", "padding")}
 # The layer does not hand it on.
@@ -157,6 +157,20 @@ def test_calls_of_other_decoders(model: str, name: str) -> None:
 def test_calls_of_attention_in_other_forms(model: str, name: str) -> None:
     runs_ops = name != "a filled cache" and (model, name) not in PADDED
     check_calls(model, name, "before", runs_ops)
+
+
+def test_a_cache_with_layers_of_other_calls() -> None:
+    """A module that is called several times fills another layer of the cache in each call."""
+    plain: Any = make("HrmText")
+    model = copy.deepcopy(plain)
+    tops.fuse(model)
+    with torch.no_grad(), Counted() as counted:
+        found = [one(input_ids=TOKENS, use_cache=True) for one in (plain, model)]
+    want, own = (one.past_key_values for one in found)
+    assert len(own) == len(want) == counted.count > len(attentions(model))
+    for layer, other in zip(own.layers, want.layers, strict=True):
+        torch.testing.assert_close(layer.keys, other.keys)
+        torch.testing.assert_close(layer.values, other.values)
 
 
 def test_a_product_with_rows_in_another_order() -> None:

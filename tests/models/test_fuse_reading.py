@@ -109,12 +109,39 @@ NOT_READ: dict[str, dict[str, str]] = {
     },
     "an argument that is given by default": {"flag": "2", "before": "if flag:\n    q = q * 2"},
     "a size decides": {"before": "if q.shape[2] > 4:\n    q = q * 2"},
+    "changed in place": {"before": "q *= 2"},
+    # Behind attention.
+    "arguments are read": {"after": f"{PARTS['after']}\no = o * (1 + len(kwargs))"},
+    "weights are read": {"after": f"{PARTS['after']}\no = o if w is None else o * 2"},
+    "keys are read": {"after": f"{PARTS['after']}\no = o * k.shape[-1]"},
+    "another product with queries": {"after": f"{PARTS['after']}\no = o * self.q_proj(o)"},
+    "two ends": {"after": f"{PARTS['after']}\no = o * 2\nif self.training:\n    return o, w"},
+    "other weights": {"after": f"{PARTS['after']}\no = o * 2", "result": "o, o"},
+    "a tensor is changed in place": {"after": f"o = o + 0\no *= 2\n{PARTS['after']}"},
+    "a tensor is changed by a method": {"after": f"o = o + 0\no.mul_(2)\n{PARTS['after']}"},
+    "a function changes a tensor": {
+        "after": f"o = torch.nn.functional.silu(o + 0, inplace=True)\n{PARTS['after']}"
+    },
+}
+GATE = "o = o.reshape(*hidden_states.shape[:-1], -1)\no = self.o_proj(o * g.sigmoid())"
+# Statements behind attention run, and ops up to there.
+REST: dict[str, dict[str, str]] = {
     "halves of the result swapped": {
         "after": "o = o.reshape(*hidden_states.shape[:-1], -1)\n"
         "o = self.o_proj(torch.cat([o[..., 16:], o[..., :16]], -1))",
     },
     "a scaled result": {"after": PARTS["after"] + "\no = o * 1.5"},
-    "changed in place": {"before": "q *= 2"},
+    "a loop": {"after": f"{PARTS['after']}\nfor i in range(2):\n    o = o * 1.5"},
+    "a gate": {"after": f"g = self.gate(hidden_states)\n{GATE}"},
+    "a gate before attention": {"before": "g = self.gate(hidden_states)", "after": GATE},
+    "a gate of heads": {
+        "before": "g = self.gate(hidden_states).view(shape)",
+        "after": "o = (o * g.sigmoid()).reshape(*hidden_states.shape[:-1], -1)\no = self.o_proj(o)",
+    },
+    "a gate before queries": {
+        "products": f"g = self.gate(hidden_states)\n{PARTS['products']}",
+        "after": GATE,
+    },
 }
 
 
@@ -145,6 +172,8 @@ def pair(texts: dict[str, str], folder: Path) -> tuple[Any, Any, tops.FuseReport
     kind = changed(texts, folder)
     for layer in plain.model.layers:
         layer.self_attn.__class__ = kind
+        if "self.gate" in str(texts):
+            layer.self_attn.gate = torch.nn.Linear(32, 32, bias=False)
     model = copy.deepcopy(plain)
     return plain, model, tops.fuse(model)
 
@@ -170,8 +199,39 @@ def test_what_is_read(name: str, tmp_path: Path) -> None:
 def test_what_is_not_read(name: str, tmp_path: Path) -> None:
     """Statements run, and the numbers are theirs."""
     plain, model, report = pair(NOT_READ[name], tmp_path)
-    assert "layer" not in fused_rules(report)
+    assert not {"layer", "attention"} & fused_rules(report).keys()
     assert_same(plain, model)
+
+
+@pytest.mark.parametrize("name", REST)
+def test_statements_behind_attention(name: str, tmp_path: Path) -> None:
+    plain, model, report = pair(REST[name], tmp_path)
+    assert fused_rules(report)["attention"] == 2
+    assert_same(plain, model)
+    assert all("Attention" in str(layer.fused.explain()) for layer in model.model.layers)
+
+
+@pytest.mark.parametrize("name", ["a gate", "a gate before attention"])
+def test_a_hook_behind_attention(name: str, tmp_path: Path) -> None:
+    """A hook of what the statements behind ops call sees what it saw, and may change it."""
+    plain, model, _ = pair(REST[name], tmp_path)
+    assert_same(plain, model)
+    for one in (plain, model):
+        one.zero_grad()
+        for layer in one.model.layers:
+            layer.self_attn.gate.register_forward_hook(lambda _, __, found: found * 3)
+    assert_same(plain, model)
+
+
+def test_statements_behind_attention_compile(tmp_path: Path) -> None:
+    plain, model, _ = pair(REST["a gate"], tmp_path)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    given = {"input_ids": TOKENS, "labels": TOKENS, "use_cache": False}
+    found = []
+    for one, run in ((plain, plain), (model, compiled)):
+        run(**given).loss.backward()
+        found.append([parameter.grad for parameter in one.parameters()])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-6)
 
 
 def test_attributes_that_change(tmp_path: Path) -> None:

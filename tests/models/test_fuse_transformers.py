@@ -163,6 +163,16 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, int]]] = {
     "Exaone4": (causal("Exaone4", head_dim=8), LLAMA),
     # Norms without weights, those of queries and keys behind the rotation.
     "NanoChat": (causal("NanoChat"), {"sum": 4}),
+    # Gates of what attention gives are statements behind ops; a cache has layers of other calls.
+    "Afmoe": (
+        causal("Afmoe", num_dense_layers=2, head_dim=8),
+        {"attention": 2, "norm": 5, "residual": 2},
+    ),
+    "Laguna": (
+        causal("Laguna", mlp_layer_types=["dense"] * 2, head_dim=8),
+        {"attention": 2, "norm": 3, "residual": 2},
+    ),
+    "HrmText": (causal("HrmText", head_dim=8), {"attention": 4, "sum": 4}),
     # A norm between attention and its product.
     "BitNet": (causal("BitNet"), LLAMA),
     # All heads share keys and values.

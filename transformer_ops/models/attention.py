@@ -75,7 +75,7 @@ class TransformersAttention(AttentionCall):
     """A module of transformers."""
 
     def __init__(self, module: nn.Module, reading: Reading, called: nn.Module) -> None:
-        self.reading, self.key_factor = reading, reading.key_factor
+        self.reading, self.key_factor, self.rest = reading, reading.key_factor, reading.rest
         _, self._first, *others = inspect.signature(class_of(called).forward).parameters
         self._others = tuple(others)
         # What a call must not give.
@@ -173,7 +173,11 @@ class TransformersAttention(AttentionCall):
                 cache = value
         reading, mask = self.reading, given.get(MASK)
         if cache is not None:
-            if not reading.has_cache or not _is_empty(cache, module.layer_idx):
+            more = given.get(reading.slot, 0) if reading.slot else 0
+            if not reading.has_cache or not isinstance(more, int):
+                return None
+            cache = cache, module.layer_idx + more
+            if not _is_empty(*cache):
                 return None
         is_causal: bool | None = False
         function = module.config._attn_implementation if self._asks else "sdpa"

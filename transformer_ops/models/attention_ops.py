@@ -16,6 +16,7 @@ from ..ops.attention import Attention, QKNorm
 from ..ops.bias import Bias
 from ..ops.make_extra_output import MakeExtraOutput
 from ..ops.rope import RoPE
+from .attention_rest import Rest
 from .facts import Facts, Watcher
 
 __all__ = [
@@ -44,13 +45,14 @@ class AttentionInputs(NamedTuple):
 
     choice: AttentionChoice
     extra_inputs: tuple[Tensor, ...]
-    cache: Any
+    cache: tuple[Any, int] | None  # and the number of the layer in it
 
 
 class AttentionCall:
     """What is known of an attention module: its ops, and what a call of it gives them."""
 
     gives_pair = True  # not the result alone
+    rest: Rest | None = None  # statements that run behind its ops
     key_factor = 1.0  # of keys that a cache takes; `scale` has it for scores
 
     @property
@@ -93,7 +95,7 @@ class AttentionCall:
         mask: Tensor,
         tables: tuple[Tensor, ...],
         rotary_dim: int | None,
-        cache: Any,
+        cache: tuple[Any, int] | None,
     ) -> AttentionInputs | None:
         """What the ops take for a call with a mask; None if they do not compute it."""
         is_plain = self.has_plain_softmax(module)
@@ -124,7 +126,13 @@ class AttentionCall:
         """The functions that a call of the module reaches, and its source does not name."""
         return []
 
-    def fill(self, module: Any, cache: Any, rows: Tensor) -> None:
+    def finish(self, module: Any, input: Tensor, output: Tensor) -> Any:
+        """What the module returns where its ops gave this; both results if it returns a pair."""
+        if self.rest is None:
+            return (output, None) if self.gives_pair else output
+        return self.rest.run(module, input, output.unflatten(-1, (-1, self.head_dim(module))), None)
+
+    def fill(self, module: Any, cache: Any, layer: int, rows: Tensor) -> None:
         """Gives keys and values in rows of queries, keys and values to an empty cache."""
         query, key = self.widths(module)
         head_dim = self.head_dim(module)
@@ -137,7 +145,7 @@ class AttentionCall:
                 for first in (query, query + key)
             )
         keys = keys if self.key_factor == 1 else keys * self.key_factor
-        cache.update(keys, values, module.layer_idx)
+        cache.update(keys, values, layer)
 
 
 class BorrowedAttention(Watcher, Borrowed, Attention):

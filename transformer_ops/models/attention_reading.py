@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from ..modules.views import BorrowedLinear, BorrowedLoRALinear, is_torch
 from ..op.base import FusibleOperation
 from .adapters import base_of
+from .attention_rest import Rest, rest_of
 from .attention_rotation import Rotation, kind_of_rotation
 from .attention_statements import (
     BIASES,
@@ -82,6 +83,7 @@ class Reading(NamedTuple):
         p: the probability of dropout.
         is_causal: what the call of attention says; None if it leaves that to its arguments.
         has_cache: whether a cache may be given.
+        slot: an argument that is added to the number of the layer in a cache; empty for none.
         has_eager: whether it is the same without torch's attention.
         absent: arguments that have to be None or False in a call.
         interface: what chooses the function of attention; None where statements compute it.
@@ -90,6 +92,7 @@ class Reading(NamedTuple):
         is_plain: whether the statements compute scores and their softmax.
         dropout: the submodule that drops weights.
         masking: how scores by hand are masked.
+        rest: the statements behind attention, where they are not all in `after`.
     """
 
     products: tuple[Path, ...]
@@ -114,6 +117,8 @@ class Reading(NamedTuple):
     is_plain: bool = False
     dropout: Path = ()
     masking: Masking = Masking()
+    rest: Rest | None = None
+    slot: str = ""
 
 
 # What an attribute may be beside a number.
@@ -169,11 +174,13 @@ class _Reader:
         has_cache: bool = False,
         implementation: str = "sdpa",
         more: int | None = None,
+        has_rest: bool = False,
     ) -> None:
         self.module, self.is_training, self.has_cache = module, run == 0, has_cache
         self.implementation, self.has_mask = implementation, has_mask
         self.batch, self.length, self.dtype = _SIZES[run]
         self.asks = self.mask_is_sized = False
+        self.has_rest = has_rest  # statements behind attention are not read
         self.more = more  # columns of a bias beyond those of keys; None without a bias
         self.interface: Any = None
         self.steps: list[Steps] = [(), _ATTENTION]
@@ -184,6 +191,7 @@ class _Reader:
         self.rotation: Rotation | None = None
         self.found: Reading | None = None
         self.cached: Sequence[Rows] = ()  # keys and values
+        self.slot = ""
         self.function = function
 
     def read(self) -> Reading:
@@ -200,7 +208,10 @@ class _Reader:
         given |= {name: Bias(columns, name) for name in biases}
         given |= {names[0]: Owned(()), names[1]: Rows(torch.empty(0))}
         self.input = given[names[1]]
-        result = Frame(self, self.function, given).run()
+        frame = Frame(self, self.function, given)
+        if self.has_rest:
+            return self.read_until_attention(frame)
+        result = frame.run()
         if not isinstance(result, tuple) or len(result) < 2 or not isinstance(result[0], Rows):
             raise Unknown("its result is no pair")
         weights = result[1]
@@ -209,14 +220,37 @@ class _Reader:
             raise Unknown("it does not return what attention gives")
         if result[0].at.dim() != 3:
             raise Unknown("its result has other rows")
-        return self.found._replace(
+        return self.finished(
+            self.found,
             after=self.whole_rows(result[0])[1:],
-            absent=frozenset(self.absent),
-            interface=self.interface,
             asks=self.asks and self.interface is None,
             has_weights=weights is not None,
-            masking=self.found.masking._replace(is_sized=self.mask_is_sized),
         )
+
+    def finished(self, found: Reading, **fields: Any) -> Reading:
+        """What was read, with what is known at the end."""
+        return found._replace(
+            absent=frozenset(self.absent),
+            interface=self.interface,
+            masking=found.masking._replace(is_sized=self.mask_is_sized),
+            slot=self.slot,
+            **fields,
+        )
+
+    def read_until_attention(self, frame: Frame) -> Reading:
+        """What is computed up to the statement that calls attention: the rest is run as it is."""
+        at = next((one for one in frame.body() if frame.is_last(one)), None)
+        rest = None if at is None or self.interface is None else rest_of(self.function, at)
+        if rest is None or self.found is None:
+            raise Unknown("what is behind attention reads more than its result")
+        heads, width = self.found.heads, self.found.head_dim
+        wanted = self.new_rows(_ATTENTION, 0, heads * width).at.unflatten(-1, (heads, width))
+        given = frame.variables[rest.result]
+        if type(given) is not Rows or not given.at.equal(wanted):
+            raise Unknown("what is behind attention takes other rows")
+        if any(path[0] in rest.attributes for path in self.found.products):
+            raise Unknown("what is behind attention takes queries, keys or values")
+        return self.finished(self.found, rest=rest)
 
     # ---- attributes
 
@@ -527,7 +561,7 @@ class _Reader:
         if not all(0 <= i < len(self.products) for i in order):
             raise Unknown("it attends to something else")
         paths = tuple(self.products[i][0] for i in order)
-        if len(order) != len(self.products):
+        if len(order) != len(self.products) and not self.has_rest:
             raise Unknown("it has another product")
         ranges = [torch.arange(ends[i] - self.products[i][1], ends[i]) for i in order]
         wanted = torch.cat(ranges)
@@ -542,7 +576,7 @@ class _Reader:
         is_whole &= all(map(_is_dense, columns))
         if not is_whole or len(parts) > _MOST_PARTS:
             raise Unknown("its heads are not side by side")
-        return paths, False, tuple((int(one[0]), len(one)) for one in parts)
+        return paths, False, tuple((int(one[0] - wanted[0]), len(one)) for one in parts)
 
     def before(self, *parts: tuple[Tensor, list[Steps]]) -> tuple[Steps, float, float]:
         """What is done to queries and keys, and the factors of scores and of keys."""
@@ -636,9 +670,11 @@ def _read(module: nn.Module, function: Any) -> tuple[dict[Any, Any], Reading | s
     looks: dict[Any, Any] = {}
     reasons: list[str] = []
     more: int | None = None
+    has_rest = False
 
     def run(*args: Any, **options: Any) -> Reading | None:
-        reader = _Reader(module, function, *args, **{**options, "more": more})
+        own = {**options, "more": more, "has_rest": has_rest}
+        reader = _Reader(module, function, *args, **own)
         reader.looks = looks
         try:
             return reader.read()
@@ -662,6 +698,7 @@ def _read(module: nn.Module, function: Any) -> tuple[dict[Any, Any], Reading | s
 
     defaults = inspect.signature(function).parameters
     found: Reading | None = None
+    why = ""
     # A bias may have more columns than there are keys, or as many, or be absent.
     for one in (3, 0, None) if defaults.keys() & set(BIASES) else (None,):
         more = one
@@ -670,20 +707,26 @@ def _read(module: nn.Module, function: Any) -> tuple[dict[Any, Any], Reading | s
         if found is not None and bool(found.masking.bias) is (more is not None):
             break
     if found is None:
-        return looks, (reasons or ["it asks for its mask"])[0]
+        why = (reasons or ["it asks for its mask"])[0]
+        more, has_rest = None, True
+        found = read(0)
+    if found is None:
+        return looks, why
     if read(1) != found._replace(p=0.0):
         return looks, "it depends on sizes"
 
-    def is_same(**options: Any) -> bool:
-        other = read(0, **options)
+    def is_same(other: Reading | None) -> bool:
         return other is not None and found == other._replace(
             is_causal=found.is_causal,
             is_plain=found.is_plain,
             has_weights=found.has_weights,
             asks=found.asks,
+            slot=found.slot,
         )
 
+    cached = read(0, has_cache=True)
     return looks, found._replace(
-        has_cache=is_same(has_cache=True),
-        has_eager=found.interface is not None and is_same(implementation="eager"),
+        has_cache=is_same(cached),
+        has_eager=found.interface is not None and is_same(read(0, implementation="eager")),
+        slot=cached.slot if cached else "",
     )

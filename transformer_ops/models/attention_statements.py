@@ -41,6 +41,7 @@ __all__ = [
     "Path",
     "Rows",
     "Scores",
+    "Slot",
     "Unknown",
 ]
 
@@ -67,6 +68,14 @@ class Given:
 
     name: str
     element: int | None = None
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A layer of a cache: a number and an argument of the call."""
+
+    number: int
+    argument: str
 
 
 @dataclass(frozen=True)
@@ -181,11 +190,19 @@ class Frame:
     def __init__(self, reader: Any, function: Any, variables: dict[str, Any]) -> None:
         self.reader, self.function, self.variables = reader, function, variables
 
-    def run(self) -> Any:
+    def body(self) -> list[ast.stmt]:
         body = body_of(self.function)
         if body is None:
             raise Unknown("it has no source")
-        return self.statements(body)
+        return body
+
+    def run(self) -> Any:
+        return self.statements(self.body())
+
+    def is_last(self, statement: ast.stmt) -> bool:
+        """Runs a statement, and says whether attention is in it."""
+        self.statements([statement])
+        return self.reader.found is not None
 
     def statements(self, body: Sequence[ast.stmt]) -> Any:
         """Runs them, and returns what they return; the reader itself if they do not."""
@@ -325,6 +342,8 @@ class Frame:
                     return Numbers(_OPERATORS[kind](first.at, other))
                 except RuntimeError as error:
                     raise Unknown(str(error)) from None
+        if isinstance(first, int) and isinstance(second, Given) and kind is ast.Add:
+            return Slot(first, second.name)
         if isinstance(first, Rows) and kind is ast.MatMult:
             return self.reader.product(first, second)
         if isinstance(first, Scores):
@@ -476,9 +495,11 @@ class Frame:
         if isinstance(owner, Given) and owner.name in CACHES and name == "get_seq_length":
             return 0
         if isinstance(owner, Given) and owner.name in CACHES and name == "update":
-            if reader.cached or args[2] != reader.attribute(("layer_idx",)):
+            slot = args[2] if isinstance(args[2], Slot) else Slot(args[2], "")
+            is_first = reader.defaults.get(slot.argument, 0) == 0
+            if reader.cached or slot.number != reader.attribute(("layer_idx",)) or not is_first:
                 raise Unknown("its cache is filled in another way")
-            reader.cached = args[:2]
+            reader.cached, reader.slot = args[:2], slot.argument
             return args[0], args[1]
         if name == "get_interface" and type(owner).__name__ == "AttentionInterface":
             return Interface(owner, args[1])

@@ -202,8 +202,10 @@ class FusedModule(nn.Module):
         assert attention is not None
         if given.cache is not None:
             output, rows = output
-            attention.call.fill(attention.module, given.cache, rows)
-        return (output, None) if region.state.gives_pair else output
+            attention.call.fill(attention.module, *given.cache, rows)
+        result = attention.call.finish(attention.module, input, output)
+        is_part = attention.call.gives_pair and not region.state.gives_pair
+        return result[0] if is_part else result
 
     def _replicate_for_data_parallel(self) -> Any:
         replica = super()._replicate_for_data_parallel()

@@ -378,6 +378,10 @@ class Region:
             # To read such a parameter computes it.
             raise FuseSkip(f"{name_of(one)} has parametrizations")
         ops = self._ops(module)
+        if (attention := attention_in(ops)) is not None and attention.call.rest is not None:
+            # Its input is that of the region, and its statements give the result.
+            if [*map(type, ops)] != [*map(type, attention.call.ops(attention.module))]:
+                raise FuseUnfit("what attention gives is changed by statements that are no ops")
         widths = widths_of(ops)
         if widths is not None and len(widths.others) != self._extra_inputs:
             raise FuseSkip(

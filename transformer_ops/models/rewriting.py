@@ -14,12 +14,11 @@ from __future__ import annotations
 
 import ast
 import copy
-import types
 from typing import Any
 
 from .pattern import INPUT, Arguments
 from .sites import Site
-from .statements import compiled, tree_of, variables_in
+from .statements import function_from, tree_of, variables_in
 from .windows import blocks_of
 
 __all__ = ["rewritten"]
@@ -46,13 +45,7 @@ def rewritten(function: Any, sites: tuple[Site, ...], method: str) -> Any:
             argument.annotation = None
     tree.args.defaults = [ast.Constant(None) for _ in tree.args.defaults]
     tree.args.kw_defaults = [default and ast.Constant(None) for default in tree.args.kw_defaults]
-    code = compiled(tree, function.__code__, [PLAIN])
-    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
-    cells[PLAIN] = types.CellType(function)
-    closure = tuple(cells[name] for name in code.co_freevars)
-    made = types.FunctionType(
-        code, function.__globals__, function.__name__, function.__defaults__, closure
-    )
+    made = function_from(tree, function, {PLAIN: function})
     made.__kwdefaults__ = function.__kwdefaults__
     made.__annotations__ = dict(function.__annotations__)
     made.__doc__ = function.__doc__

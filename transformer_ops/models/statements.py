@@ -25,6 +25,7 @@ __all__ = [
     "as_assignment",
     "body_of",
     "compiled",
+    "function_from",
     "function_of",
     "read_first",
     "read_later",
@@ -185,6 +186,20 @@ def _instructions(code: types.CodeType) -> list[tuple[str, Any]]:
         )
         for one in found
     ]
+
+
+def function_from(
+    tree: ast.FunctionDef, original: Any, free: Mapping[str, Any] = MappingProxyType({})
+) -> types.FunctionType:
+    """A function of this definition, with the globals and the free variables of an original, and
+    more of these."""
+    code = compiled(tree, original.__code__, [*free])
+    cells = dict(zip(original.__code__.co_freevars, original.__closure__ or (), strict=True))
+    cells |= {name: types.CellType(value) for name, value in free.items()}
+    closure = tuple(cells[name] for name in code.co_freevars)
+    return types.FunctionType(
+        code, original.__globals__, original.__name__, original.__defaults__, closure
+    )
 
 
 def body_of(function: Callable[..., Any]) -> list[ast.stmt] | None:
