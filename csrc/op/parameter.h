@@ -19,7 +19,9 @@ struct BodyParameter {
   static_assert(sizeof(T) == 0,
                 "A parameter of a body or shape rule must have a type of op/parameter.h: const "
                 "Tensor& or Tensor, const Tensor* for Tensor?, double for float, int64_t for int, "
-                "bool, std::string_view for str. float, int and std::string are none of them.");
+                "std::optional of these for float? and int?, std::vector of these for float[] and "
+                "int[], bool, std::string_view for str. float, int, at::IntArrayRef and "
+                "std::string are none of them.");
 };
 
 template <>

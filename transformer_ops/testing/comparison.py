@@ -67,6 +67,12 @@ def _listed(ways: Sequence[str]) -> list[str]:
     return list(rows)
 
 
+def _refusals(found: dict[str, str]) -> list[str]:
+    """The first ways that ops refuse, each with the error, and the number of the others."""
+    listed = [f"{way} ({why})" for way, why in found.items() if _is_listed(way)]
+    return listed if len(listed) <= 8 else [*listed[:6], f"{len(listed) - 6} more"]
+
+
 class FusionCheck:
     """What a check tried; `print` shows it.
 
@@ -96,10 +102,7 @@ class FusionCheck:
         found = set(self.tried)
         read = [slot for slot, is_read in self.slots_read.items() if is_read]
         unread = [slot for slot in self.slots_read if slot not in read]
-        refused, own_refused = (
-            [f"{way} ({why})" for way, why in found.items() if _is_listed(way)]
-            for found in (self.not_tried, self.refused)
-        )
+        refused, own_refused = map(_refusals, (self.not_tried, self.refused))
         lines = {
             "ops": self.lists,
             "tried with each recompute": _listed([w for w in self.tried if _again(w) in found]),
@@ -111,7 +114,8 @@ class FusionCheck:
             "slots that backward reads": read,
             "slots that it never reads": unread,
         }
-        text = [f"{self.name}: {len(self.tried)} ways equal the unfused ops"]
+        others = f", {len(self.not_fused)} of them not fused" if self.not_fused else ""
+        text = [f"{self.name}: {len(self.tried)} ways equal the unfused ops{others}"]
         for head, items in lines.items():
             if items:
                 line = f"{head}: {'; '.join(items)}"
@@ -300,7 +304,7 @@ def compare_errors(where: str, actual: Numbers, expected: Numbers, exact: Number
             raise AssertionError(
                 f"{where} {name} must be about as near to the result in float64 as that of the "
                 f"unfused ops, whose mean error is {other:.2g}, got {own:.2g}: the fused ops round "
-                "what the ops do not"
+                "what the ops do not, or compute another formula"
             )
 
 
