@@ -31,7 +31,7 @@ class Scale(BasicOperation):
 
 
 def run_split(op, **kwargs):
-    output, extra, saved = method_calls.forward_compute(op, X, kwargs=[kwargs], **SPLIT)
+    output, extra, saved = method_calls.forward_compute(op, X, kwargs=[kwargs], counts=[0], **SPLIT)
     ctx = OperationContext()
     method_calls.forward_save_ctx(op, [ctx], X, saved, kwargs=[kwargs], **SPLIT)
     return output, extra, ctx
@@ -41,7 +41,7 @@ def test_split_style():
     output, extra, ctx = run_split(Scale(), factor=3.0)
     assert torch.equal(output, 3 * X) and extra == [()]
     bound = ctx._bind(ctx.to_save)
-    grads = method_calls.backward(Scale(), [bound], X, grad_extra_outputs=[()])
+    grads = method_calls.backward(Scale(), [bound], X, grad_extra_outputs=[()], counts=[0])
     assert torch.equal(grads[0], 3 * X) and grads[1:] == ([()], [()])
     assert ctx.saved_tensors == () and bound.requires_grad
     with pytest.raises(AttributeError):
@@ -65,7 +65,7 @@ def test_methods_get_only_what_their_signature_takes():
 
     ctx = OperationContext()
     for op in (Bare(), Greedy()):
-        output, _ = method_calls.forward(op, [ctx], X, extra_inputs=[()], kwargs=[{}])
+        output, _ = method_calls.forward(op, [ctx], X, extra_inputs=[()], kwargs=[{}], counts=[0])
         assert torch.equal(output, -X)
     assert ctx.kwargs == {"prev_op_grad_output_quantizer": None, "next_op_input_quantizer": None}
 
@@ -87,9 +87,9 @@ def test_an_override_of_op_forward_wins_over_an_inherited_fuser_forward():
 
     for op, expected in ((Parent(), X + 1), (Child(), X * 2)):
         ctxs = [OperationContext()]
-        output, _ = method_calls.forward(op, ctxs, X, extra_inputs=[()], kwargs=[{}])
+        output, _ = method_calls.forward(op, ctxs, X, extra_inputs=[()], kwargs=[{}], counts=[0])
         assert torch.equal(output, expected)
-        grads = method_calls.backward(op, ctxs, X, grad_extra_outputs=[()])
+        grads = method_calls.backward(op, ctxs, X, grad_extra_outputs=[()], counts=[0])
         assert torch.equal(grads[0], expected)
 
 
@@ -122,7 +122,9 @@ def test_extra_tensors_need_fuser_methods():
     late = Late()
     late.num_extra_inputs = 1
     with pytest.raises(RuntimeError, match=r"\[Late\] an op with extra tensors must define fuser"):
-        method_calls.forward(late, [OperationContext()], X, extra_inputs=[(X,)], kwargs=[{}])
+        method_calls.forward(
+            late, [OperationContext()], X, extra_inputs=[(X,)], kwargs=[{}], counts=[0]
+        )
 
 
 class Residual(FusedOperation):
@@ -141,12 +143,12 @@ def test_fused_operation_with_extra_tensors():
     fused = Residual([ops.MakeExtraOutput(), ops.AddExtraInput()])
     ctxs = [OperationContext(), OperationContext()]
     common = {"requires_grad": [True, False], "extra_inputs": [(), (X,)], "kwargs": [{}, {}]}
-    output, extra, saved = method_calls.forward_compute(fused, X, **common)
+    output, extra, saved = method_calls.forward_compute(fused, X, counts=[1, 0], **common)
     assert torch.equal(output, 2 * X) and extra == [(X,), ()]
     method_calls.forward_save_ctx(fused, ctxs, X, saved, **common)
     assert [ctx.seen for ctx in ctxs] == [True, False]
     grad, parameters, extra_grads = method_calls.backward(
-        fused, ctxs, X, grad_extra_outputs=[(X,), ()]
+        fused, ctxs, X, grad_extra_outputs=[(X,), ()], counts=[0, 1]
     )
     assert torch.equal(grad, 2 * X) and parameters == [(), ()] and extra_grads == [(), (X,)]
 
@@ -168,7 +170,9 @@ def test_wrong_number_of_extra_outputs(extra, message):
     fused = Wrong([ops.MakeExtraOutput(), ops.AddExtraInput()])
     ctxs = [OperationContext(), OperationContext()]
     with pytest.raises(RuntimeError, match=rf"\[Wrong\] fuser_forward {message}"):
-        method_calls.forward(fused, ctxs, X, extra_inputs=[(), (X,)], kwargs=[{}, {}])
+        method_calls.forward(
+            fused, ctxs, X, extra_inputs=[(), (X,)], kwargs=[{}, {}], counts=[1, 0]
+        )
 
 
 def test_wrong_number_of_extra_gradients():
@@ -178,7 +182,7 @@ def test_wrong_number_of_extra_gradients():
 
     fused = Wrong([ops.AddExtraInput()])
     with pytest.raises(RuntimeError, match="must return 1 extra gradients for AddExtraInput"):
-        method_calls.backward(fused, [OperationContext()], X, grad_extra_outputs=[()])
+        method_calls.backward(fused, [OperationContext()], X, grad_extra_outputs=[()], counts=[1])
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
@@ -187,7 +191,7 @@ def test_dynamo_traces_the_split_pair(backend):
         @staticmethod
         def forward(op, input_):
             output, _, saved = method_calls.forward_compute(
-                op, input_, kwargs=[{"factor": 3.0}], **SPLIT
+                op, input_, kwargs=[{"factor": 3.0}], counts=[0], **SPLIT
             )
             return output, saved[0].clone()
 
@@ -208,7 +212,9 @@ def test_dynamo_traces_the_split_pair(backend):
         @staticmethod
         def backward(ctx, grad_output, _):
             bound = ctx.inner._bind(ctx.saved_tensors)
-            grads = method_calls.backward(ctx.op, [bound], grad_output, grad_extra_outputs=[()])
+            grads = method_calls.backward(
+                ctx.op, [bound], grad_output, grad_extra_outputs=[()], counts=[0]
+            )
             return None, grads[0]
 
     class Traceable(Scale):
