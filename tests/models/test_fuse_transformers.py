@@ -222,7 +222,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, int]]] = {
     "Roberta": (masked("Roberta"), BERT | {"feed-forward": 1}),
     "Albert": (
         masked("Albert"),
-        {"feed-forward": 1, "feed-forward in chunks": 1, "residual and norm": 1, "sum and norm": 1},
+        {"feed-forward": 1, "feed-forward in chunks": 1, "residual and norm": 1, "attention": 1},
     ),
     # Their heads are a part of the forward of the model.
     "Electra": (masked("Electra"), BERT),
