@@ -239,7 +239,7 @@ class _Reader:
 
     def read_until_attention(self, frame: Frame) -> Reading:
         """What is computed up to the statement that calls attention: the rest is run as it is."""
-        at = next((one for one in frame.body() if frame.is_last(one)), None)
+        at = next((one for one in frame.body() if frame.reaches_attention(one)), None)
         rest = None if at is None or self.interface is None else rest_of(self.function, at)
         if rest is None or self.found is None:
             raise Unknown("what is behind attention reads more than its result")

@@ -199,7 +199,7 @@ class Frame:
     def run(self) -> Any:
         return self.statements(self.body())
 
-    def is_last(self, statement: ast.stmt) -> bool:
+    def reaches_attention(self, statement: ast.stmt) -> bool:
         """Runs a statement, and says whether attention is in it."""
         self.statements([statement])
         return self.reader.found is not None
