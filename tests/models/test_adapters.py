@@ -192,9 +192,9 @@ def test_a_call_that_names_an_adapter_for_each_row() -> None:
 def test_float32_adapters_on_bfloat16_weights() -> None:
     """The gradients of adapters have their dtype, and are as near to float64's as the model's."""
     errors = [0.0, 0.0]
-    for seed in range(4):
-        torch.manual_seed(seed)
+    for seed in range(8):
         rounded = base()
+        torch.manual_seed(seed)
         for parameter in rounded.parameters():
             if parameter.dim() > 1:
                 torch.nn.init.normal_(parameter, std=0.1)
@@ -300,7 +300,8 @@ def test_one_adapter_of_another_kind(moved: dict[str, Any], reason: str) -> None
         for part in (layer.lora_A, layer.lora_B):
             part.default.to(**moved)
     if "dtype" in moved:
-        assert_same(plain, model)
+        # The last bit of bfloat16 depends on the order of a sum.
+        assert_same(plain, model, tolerance=2**-8)
     else:
         with pytest.raises(RuntimeError) as want:
             results(plain)

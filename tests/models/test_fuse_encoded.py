@@ -48,7 +48,7 @@ def plans(model: nn.Module) -> str:
         plan.text
         for module in model.modules()
         for region in (module.fused.regions if hasattr(module, "fused") else ())
-        if region.sequential is not None
+        if region.sequential is not None and region.sequential._layout is not None
         for plan in region.sequential.plans()
     )
 
@@ -449,7 +449,7 @@ def test_where_layers_of_bitsandbytes_run_themselves() -> None:
     wanted = outcome(model)
     tops.fuse(model)
     for found, other in zip(outcome(model), wanted, strict=True):
-        assert (found - other).norm() <= 1e-3 * other.norm()
+        assert (found - other).norm() <= 2**-8 * other.norm()  # a rounding to bfloat16
     # Their first call decides.
     model = by_bitsandbytes(llama(), None, quant_type="nf4")  # type: ignore[arg-type]
     report = tops.fuse(model)
