@@ -172,9 +172,9 @@ def attention_factors(p: float, heads: int, kv_heads: int, shape: Sequence[int])
 def attention_dropout(
     p: float, heads: int = 4, kv_heads: int = 2, **kwargs: Any
 ) -> Callable[..., Tensor]:
-    def reference(x: Tensor, *mask: Tensor) -> Tensor:
+    def reference(x: Tensor, *mask: Tensor, **sinks: Tensor) -> Tensor:
         factors = attention_factors(p, heads, kv_heads, x.shape[:-1])
-        return attention(heads, kv_heads, factors=factors.to(x), **kwargs)(x, *mask)
+        return attention(heads, kv_heads, factors=factors.to(x), **kwargs)(x, *mask, **sinks)
 
     return reference
 
@@ -500,6 +500,15 @@ CASES = [
         extras=lambda x: [torch.randn(2 * x.shape[-2:-1]).to(x)],
         constants=True,
         bad=((4, 17), r"input must have last dimension 18"),
+    ),
+    OpCase(
+        "Attention-sinks",
+        lambda: tops.Attention(2, 1, head_dim=4, causal=True, sinks=True),
+        attention(2, 1, causal=True),
+        lambda h, B: 1.5 * h * B + 4 * 2 * max(B, 4),
+        row=(4, 16),
+        batch=(3,),
+        bad=((4, 15), r"input must have last dimension 16 \(queries of 2 heads, keys and values"),
     ),
     OpCase(
         "Attention-by-head",

@@ -140,7 +140,7 @@ def attention(
 ) -> Callable[..., Tensor]:
     """Step by step; `factors` multiply the probabilities."""
 
-    def reference(x: Tensor, mask: Tensor | None = None) -> Tensor:
+    def reference(x: Tensor, mask: Tensor | None = None, sinks: Tensor | None = None) -> Tensor:
         head_dim = x.shape[-1] // (heads + 2 * kv_heads)
         widths = [count * head_dim for count in (heads, kv_heads, kv_heads)]
         q, k, v = (
@@ -155,9 +155,13 @@ def attention(
         if causal:
             later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=x.device).triu(1)
             scores = scores.masked_fill(later, -torch.inf)
-        # A row that reads nothing gives zeros.
-        is_empty = (scores == -torch.inf).all(-1, keepdim=True)
-        p = torch.softmax(scores.masked_fill(is_empty, 0), -1).masked_fill(is_empty, 0)
+        if sinks is not None:
+            sink = sinks[:, None, None].expand(*scores.shape[:-1], 1)
+            p = torch.softmax(torch.cat([scores, sink], -1), -1)[..., :-1]
+        else:
+            # A row that reads nothing gives zeros.
+            is_empty = (scores == -torch.inf).all(-1, keepdim=True)
+            p = torch.softmax(scores.masked_fill(is_empty, 0), -1).masked_fill(is_empty, 0)
         p = p if factors is None else p * factors
         return (p @ v).transpose(-2, -3).flatten(-2)
 

@@ -12,90 +12,111 @@ namespace {
 
 using Scale = std::optional<double>;
 
-Attention attention_of(int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, bool by_head,
-                       bool causal, double p, Scale scale, bool nan_rows, bool training) {
-  return {num_heads, num_kv_heads, head_dim, by_head, causal, training ? p : 0, scale, nan_rows};
+// With sinks, no row is without a score.
+Attention attention_of(const Tensor* sinks, int64_t num_heads, int64_t num_kv_heads,
+                       int64_t head_dim, bool by_head, bool causal, double p, Scale scale,
+                       bool nan_rows, bool training) {
+  return {num_heads, num_kv_heads,     head_dim, by_head,
+          causal,    training ? p : 0, scale,    nan_rows && sinks == nullptr,
+          sinks};
 }
 
 TensorSpecs forward_shape(const Checks& check, const Tensor& input, const Tensor* mask,
-                          int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, bool by_head,
-                          bool causal, double p, Scale scale, bool nan_rows, bool training) {
-  const Attention attention = attention_of(num_heads, num_kv_heads, head_dim, by_head, causal, p,
-                                           scale, nan_rows, training);
+                          const Tensor* sinks, int64_t num_heads, int64_t num_kv_heads,
+                          int64_t head_dim, bool by_head, bool causal, double p, Scale scale,
+                          bool nan_rows, bool training) {
+  const Attention attention = attention_of(sinks, num_heads, num_kv_heads, head_dim, by_head,
+                                           causal, p, scale, nan_rows, training);
   check_attention(check, input, mask, attention);
   return attention_outputs(input, attention);
 }
 
 std::tuple<Tensor, Tensor, Tensor> forward_cpu(const Tensor& input, const Tensor* mask,
-                                               int64_t num_heads, int64_t num_kv_heads,
-                                               int64_t head_dim, bool by_head, bool causal,
-                                               double p, Scale scale, bool nan_rows,
+                                               const Tensor* sinks, int64_t num_heads,
+                                               int64_t num_kv_heads, int64_t head_dim, bool by_head,
+                                               bool causal, double p, Scale scale, bool nan_rows,
                                                bool training) {
   return attention_cpu(input, mask,
-                       attention_of(num_heads, num_kv_heads, head_dim, by_head, causal, p, scale,
-                                    nan_rows, training));
+                       attention_of(sinks, num_heads, num_kv_heads, head_dim, by_head, causal, p,
+                                    scale, nan_rows, training));
 }
 
 std::tuple<Tensor, Tensor, Tensor> forward_cuda(const Tensor& input, const Tensor* mask,
-                                                int64_t num_heads, int64_t num_kv_heads,
-                                                int64_t head_dim, bool by_head, bool causal,
-                                                double p, Scale scale, bool nan_rows,
-                                                bool training) {
+                                                const Tensor* sinks, int64_t num_heads,
+                                                int64_t num_kv_heads, int64_t head_dim,
+                                                bool by_head, bool causal, double p, Scale scale,
+                                                bool nan_rows, bool training) {
   return attention_cuda(input, mask,
-                        attention_of(num_heads, num_kv_heads, head_dim, by_head, causal, p, scale,
-                                     nan_rows, training));
+                        attention_of(sinks, num_heads, num_kv_heads, head_dim, by_head, causal, p,
+                                     scale, nan_rows, training));
 }
 
-Tensor forward_decomposed(const Tensor& input, const Tensor* mask, int64_t num_heads,
-                          int64_t num_kv_heads, int64_t head_dim, bool by_head, bool causal,
-                          double p, Scale scale, bool nan_rows, bool training) {
+Tensor forward_decomposed(const Tensor& input, const Tensor* mask, const Tensor* sinks,
+                          int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, bool by_head,
+                          bool causal, double p, Scale scale, bool nan_rows, bool training) {
   return attention_decomposed(input, mask,
-                              attention_of(num_heads, num_kv_heads, head_dim, by_head, causal, p,
-                                           scale, nan_rows, training));
+                              attention_of(sinks, num_heads, num_kv_heads, head_dim, by_head,
+                                           causal, p, scale, nan_rows, training));
 }
 
 TensorSpecs backward_shape(const Checks& check, const Tensor& grad_output, const Tensor& input,
-                           const Tensor* mask, const Tensor& output, const Tensor* log_sum_exp,
-                           const Tensor& seed, int64_t num_heads, int64_t num_kv_heads,
-                           int64_t head_dim, bool by_head, bool causal, double p, Scale scale,
-                           bool nan_rows, bool training) {
-  const TensorSpecs specs = forward_shape(check, input, mask, num_heads, num_kv_heads, head_dim,
-                                          by_head, causal, p, scale, nan_rows, training);
+                           const Tensor* mask, const Tensor* sinks, const Tensor& output,
+                           const Tensor* log_sum_exp, const Tensor& seed, int64_t num_heads,
+                           int64_t num_kv_heads, int64_t head_dim, bool by_head, bool causal,
+                           double p, Scale scale, bool nan_rows, bool training,
+                           AttentionMask wanted) {
+  const TensorSpecs specs = forward_shape(check, input, mask, sinks, num_heads, num_kv_heads,
+                                          head_dim, by_head, causal, p, scale, nan_rows, training);
   check.spec("grad_output", grad_output, specs[0]);
   check.spec("output", output, specs[0]);
   if (log_sum_exp != nullptr) check.spec("log_sum_exp", *log_sum_exp, specs[1]);
   check.spec("seed", seed, specs[2]);
-  return {like(input)};
+  const auto [wants_input, wants_sinks] = wanted;
+  return {wants_input ? like(input) : absent(input.scalar_type()),
+          wants_sinks && sinks != nullptr
+              ? like(*sinks)
+              : absent((sinks != nullptr ? *sinks : input).scalar_type())};
 }
 
-Tensor backward_cpu(const Tensor& grad_output, const Tensor& input, const Tensor* mask,
-                    const Tensor& output, const Tensor* log_sum_exp, const Tensor& seed,
-                    int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, bool by_head,
-                    bool causal, double p, Scale scale, bool nan_rows, bool training) {
+std::tuple<Tensor, Tensor> backward_cpu(const Tensor& grad_output, const Tensor& input,
+                                        const Tensor* mask, const Tensor* sinks,
+                                        const Tensor& output, const Tensor* log_sum_exp,
+                                        const Tensor& seed, int64_t num_heads, int64_t num_kv_heads,
+                                        int64_t head_dim, bool by_head, bool causal, double p,
+                                        Scale scale, bool nan_rows, bool training,
+                                        AttentionMask wanted) {
   return attention_backward_cpu(grad_output, input, mask, output, log_sum_exp, seed,
-                                attention_of(num_heads, num_kv_heads, head_dim, by_head, causal, p,
-                                             scale, nan_rows, training));
+                                attention_of(sinks, num_heads, num_kv_heads, head_dim, by_head,
+                                             causal, p, scale, nan_rows, training),
+                                wanted);
 }
 
-Tensor backward_cuda(const Tensor& grad_output, const Tensor& input, const Tensor* mask,
-                     const Tensor& output, const Tensor* log_sum_exp, const Tensor& seed,
-                     int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, bool by_head,
-                     bool causal, double p, Scale scale, bool nan_rows, bool training) {
+std::tuple<Tensor, Tensor> backward_cuda(const Tensor& grad_output, const Tensor& input,
+                                         const Tensor* mask, const Tensor* sinks,
+                                         const Tensor& output, const Tensor* log_sum_exp,
+                                         const Tensor& seed, int64_t num_heads,
+                                         int64_t num_kv_heads, int64_t head_dim, bool by_head,
+                                         bool causal, double p, Scale scale, bool nan_rows,
+                                         bool training, AttentionMask wanted) {
   return attention_backward_cuda(grad_output, input, mask, output, log_sum_exp, seed,
-                                 attention_of(num_heads, num_kv_heads, head_dim, by_head, causal, p,
-                                              scale, nan_rows, training));
+                                 attention_of(sinks, num_heads, num_kv_heads, head_dim, by_head,
+                                              causal, p, scale, nan_rows, training),
+                                 wanted);
 }
 
-Tensor backward_decomposed(const Tensor& grad_output, const Tensor& input, const Tensor* mask,
-                           const Tensor&, const Tensor*, const Tensor& seed, int64_t num_heads,
-                           int64_t num_kv_heads, int64_t head_dim, bool by_head, bool causal,
-                           double p, Scale scale, bool nan_rows, bool training) {
-  const Attention attention = attention_of(num_heads, num_kv_heads, head_dim, by_head, causal, p,
-                                           scale, nan_rows, training);
-  const auto again = [&](const Tensor& x) {
-    return attention_decomposed(x, mask, attention, seed);
+std::tuple<Tensor, Tensor> backward_decomposed(const Tensor& grad_output, const Tensor& input,
+                                               const Tensor* mask, const Tensor* sinks,
+                                               const Tensor&, const Tensor*, const Tensor& seed,
+                                               int64_t num_heads, int64_t num_kv_heads,
+                                               int64_t head_dim, bool by_head, bool causal,
+                                               double p, Scale scale, bool nan_rows, bool training,
+                                               AttentionMask wanted) {
+  const Attention attention = attention_of(sinks, num_heads, num_kv_heads, head_dim, by_head,
+                                           causal, p, scale, nan_rows, training);
+  const auto again = [&](const Tensor& x, const Attention& with) {
+    return attention_decomposed(x, mask, with, seed);
   };
-  return std::get<0>(gradients(again, grad_output, input));
+  return attention_gradients(again, grad_output, input, attention, wanted);
 }
 
 // Drops the same numbers as forward did.
@@ -115,7 +136,9 @@ Tensor replay(const ReplayCall& call) {
   if (seed.numel() > 0) attention.p = std::get<double>(attributes.at("p"));
   const auto scale = attributes.find("scale");
   if (scale != attributes.end()) attention.scale = std::get<double>(scale->second);
-  attention.nan_rows = attributes.contains("nan_rows");
+  const Tensors sinks = call.tensors("sinks");
+  if (!sinks.empty() && sinks[0].defined()) attention.sinks = &sinks[0];
+  attention.nan_rows = attention.sinks == nullptr && attributes.contains("nan_rows");
   const Tensor mask = call.slot("mask"), statistics = call.slot("log_sum_exp");
   // Scores that forward has computed in float64. A tracer has no numbers.
   const bool is_large = statistics.defined() && statistics.is_cpu() &&
@@ -135,6 +158,7 @@ int64_t bits_of_slot(const std::string& slot, int64_t width, int64_t element_bit
     .declaration =
         {.kind = "Attention",
          .summary = "softmax(q k^T scale + mask) v for each head",
+         .parameters = {"sinks"},
          .attributes = {"num_heads", "num_kv_heads", "head_dim", "by_head", "causal", "p", "scale"},
          .flags = {"nan_rows"},
          .extra_inputs = {"mask"},
@@ -142,13 +166,15 @@ int64_t bits_of_slot(const std::string& slot, int64_t width, int64_t element_bit
          .slots =
              {{"input"}, {"mask"}, {"output"}, {.name = "log_sum_exp", .of_exact = true}, {"seed"}},
          .dtype = DTypeRule::Autocast,
+         .own_dtype = {"sinks"},
          .width =
              [](const Attributes& attributes, int64_t) {
                return std::get<int64_t>(attributes.at("num_heads")) *
                       std::get<int64_t>(attributes.at("head_dim"));
              },
          .slot_bits = bits_of_slot},
-    .forward = {.schema = "attention(Tensor input, Tensor? mask, int num_heads, int num_kv_heads, "
+    .forward = {.schema = "attention(Tensor input, Tensor? mask, Tensor? sinks, int num_heads, int "
+                          "num_kv_heads, "
                           "int head_dim, bool by_head, bool causal, float p, float? scale, bool "
                           "nan_rows, bool training) -> "
                           "(Tensor output, Tensor log_sum_exp, Tensor seed)",
@@ -159,10 +185,11 @@ int64_t bits_of_slot(const std::string& slot, int64_t width, int64_t element_bit
                 .random = true},
     .backward =
         {.schema =
-             "attention_backward(Tensor grad_output, Tensor input, Tensor? mask, "
+             "attention_backward(Tensor grad_output, Tensor input, Tensor? mask, Tensor? sinks, "
              "Tensor output, Tensor? log_sum_exp, Tensor seed, int num_heads, "
              "int num_kv_heads, int head_dim, bool by_head, bool causal, float p, float? scale, "
-             "bool nan_rows, bool training) -> Tensor grad_input",
+             "bool nan_rows, bool training, bool[2] output_mask) -> (Tensor grad_input, Tensor "
+             "grad_sinks)",
          .shape = backward_shape,
          .any_strides = {"mask"},
          // The scores again, and four gradients.

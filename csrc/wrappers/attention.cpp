@@ -43,7 +43,10 @@ Flash flash_of(const Tensor& input, const Tensor* mask, const Attention& attenti
     return number == kEmpty ? attention.nan_rows : !(std::abs(number) < kAbsorbing);
   });
   const auto is_large = [](double number) { return number != kEmpty && std::abs(number) > kSmall; };
-  if (flash.fits && any_of(greatest, is_large)) flash.mask = relative(flash.mask->to(acc));
+  if (!flash.fits || !any_of(greatest, is_large)) return flash;
+  // Scores of sinks are not relative.
+  flash.fits = attention.sinks == nullptr;
+  if (flash.fits) flash.mask = relative(flash.mask->to(acc));
   return flash;
 }
 
@@ -56,10 +59,13 @@ std::tuple<Tensor, Tensor> flash_forward(const Tensor& input, const Flash& flash
 }
 
 // Are results of the kernel those of a softmax, and does its backward compute the probabilities
-// from these statistics? It takes some rows of NaN for rows that read nothing.
-bool is_exact(const Tensor& input, const Tensor& log_sum_exp) {
+// from these statistics? It takes some rows of NaN for rows that read nothing: their statistics are
+// 0 without sinks.
+bool is_exact(const Tensor& input, const Tensor& log_sum_exp, const Attention& attention) {
   if (!are_ordinary(log_sum_exp)) return false;
-  return !any_of(log_sum_exp, [](auto number) { return number == 0; }) ||
+  const bool may_be_nan =
+      attention.sinks != nullptr || any_of(log_sum_exp, [](auto number) { return number == 0; });
+  return !may_be_nan ||
          std::isfinite(input.sum(accumulate_dtype(input.scalar_type())).item<double>());
 }
 
@@ -76,6 +82,47 @@ Tensor flash_backward(const Tensor& grad_output, const Tensor& input, const Flas
           flash.mask, scale_of(attention));
   return rows_of_heads({grad_query, grad_key, grad_value}, attention,
                        empty_cpu(input.sizes(), input.scalar_type()));
+}
+
+// The output and the statistics.
+std::tuple<Tensor, Tensor> forward(const Tensor& input, const Tensor* mask,
+                                   const Attention& attention, uint64_t seed) {
+  const TensorSpecs specs = attention_outputs(input, attention);
+  const auto as = [](const Tensor& tensor, const TensorSpec& spec) {
+    return contiguous(tensor.reshape(C10_AS_INTARRAYREF_SLOW(spec.sizes)).to(spec.dtype));
+  };
+  if (const Flash flash = flash_of(input, mask, attention); flash.fits) {
+    const auto [output, log_sum_exp] = flash_forward(input, flash, attention);
+    Tensor rows = as(output, specs[0]), statistics = as(log_sum_exp, specs[1]);
+    if (is_exact(input, statistics, attention)) {
+      add_sinks(attention, rows, statistics);
+      return {rows, statistics};
+    }
+  }
+  auto [output, log_sum_exp] = attention_in_parts_cpu(input, mask, attention, seed);
+  add_sinks(attention, output, log_sum_exp);
+  return {as(output, specs[0]), as(log_sum_exp, specs[1])};
+}
+
+// The gradient of the input, and the statistics that it was computed with.
+std::tuple<Tensor, Tensor> input_gradient(const Tensor& grad_output, const Tensor& input,
+                                          const Tensor* mask, const Tensor& output,
+                                          const Tensor* log_sum_exp, uint64_t seed,
+                                          const Attention& attention) {
+  if (const Flash flash = flash_of(input, mask, attention); flash.fits) {
+    Tensor rows = output, statistics;
+    if (log_sum_exp == nullptr) {
+      std::tie(rows, statistics) = flash_forward(input, flash, attention);
+      rows = rows.flatten(-2);
+    } else {
+      statistics = *log_sum_exp;
+    }
+    statistics = contiguous(statistics);
+    if (is_exact(input, statistics, attention)) {
+      return {flash_backward(grad_output, input, flash, rows, statistics, attention), statistics};
+    }
+  }
+  return attention_in_parts_backward_cpu(grad_output, input, mask, attention, log_sum_exp, seed);
 }
 
 }  // namespace
@@ -99,6 +146,9 @@ void check_attention(const Checks& check, const Tensor& input, const Tensor* mas
               attention.heads, " heads, keys and values of ", attention.kv_heads,
               " heads), got shape ", input.sym_sizes());
   check_probability(check, attention.p);
+  if (attention.sinks != nullptr) {
+    check.spec("sinks", *attention.sinks, {{attention.heads}, attention.sinks->scalar_type()});
+  }
   if (mask == nullptr) return;
   TORCH_CHECK(mask->scalar_type() == at::kBool || at::isFloatingType(mask->scalar_type()), "[",
               check.op(), "] mask must have a floating dtype or Bool, got ", mask->scalar_type());
@@ -125,47 +175,41 @@ TensorSpecs attention_outputs(const Tensor& input, const Attention& attention) {
 
 std::tuple<Tensor, Tensor, Tensor> attention_cpu(const Tensor& input, const Tensor* mask,
                                                  const Attention& attention) {
-  const TensorSpecs specs = attention_outputs(input, attention);
-  const auto as = [](const Tensor& tensor, const TensorSpec& spec) {
-    return contiguous(tensor.reshape(C10_AS_INTARRAYREF_SLOW(spec.sizes)));
-  };
   const uint64_t seed = draw_seed(attention.p);
   const Tensor seeds = attention.p > 0 ? seed_tensor(seed, input) : no_seed(input);
   if (input.numel() == 0) {
-    const Tensor none = at::zeros({0}, input.options());
-    return {as(none, specs[0]), as(none.to(specs[1].dtype), specs[1]), seeds};
+    const TensorSpecs specs = attention_outputs(input, attention);
+    return {empty_cpu(C10_AS_INTARRAYREF_SLOW(specs[0].sizes), specs[0].dtype),
+            empty_cpu(C10_AS_INTARRAYREF_SLOW(specs[1].sizes), specs[1].dtype), seeds};
   }
-  if (const Flash flash = flash_of(input, mask, attention); flash.fits) {
-    const auto [output, log_sum_exp] = flash_forward(input, flash, attention);
-    const Tensor statistics = as(log_sum_exp, specs[1]);
-    if (is_exact(input, statistics)) return {as(output, specs[0]), statistics, seeds};
-  }
-  const auto [output, log_sum_exp] = attention_in_parts_cpu(input, mask, attention, seed);
-  return {as(output.to(specs[0].dtype), specs[0]), as(log_sum_exp.to(specs[1].dtype), specs[1]),
-          seeds};
+  const auto [output, log_sum_exp] = forward(input, mask, attention, seed);
+  return {output, log_sum_exp, seeds};
 }
 
-Tensor attention_backward_cpu(const Tensor& grad_output, const Tensor& input, const Tensor* mask,
-                              const Tensor& output, const Tensor* log_sum_exp, const Tensor& seed,
-                              const Attention& attention) {
-  if (input.numel() == 0) return at::zeros(input.sizes(), input.options());
-  if (const Flash flash = flash_of(input, mask, attention); flash.fits) {
-    Tensor rows = output, statistics;
-    if (log_sum_exp == nullptr) {
-      std::tie(rows, statistics) = flash_forward(input, flash, attention);
-      rows = rows.flatten(-2);
-    } else {
-      statistics = *log_sum_exp;
-    }
-    statistics = contiguous(statistics);
-    if (is_exact(input, statistics)) {
-      return flash_backward(grad_output, input, flash, rows, statistics, attention);
-    }
+std::tuple<Tensor, Tensor> attention_backward_cpu(const Tensor& grad_output, const Tensor& input,
+                                                  const Tensor* mask, const Tensor& output,
+                                                  const Tensor* log_sum_exp, const Tensor& seed,
+                                                  const Attention& attention,
+                                                  AttentionMask wanted) {
+  const bool has_sinks = attention.sinks != nullptr;
+  const auto [wants_input, wants_sinks] = wanted;
+  const Tensor none = empty_cpu({0}, (has_sinks ? *attention.sinks : input).scalar_type());
+  if (input.numel() == 0) {
+    return {at::zeros(input.sizes(), input.options()),
+            has_sinks && wants_sinks ? at::zeros_like(*attention.sinks) : none};
   }
   const auto number = attention.p > 0 ? static_cast<uint64_t>(seed[0].item<int64_t>()) : 0;
-  const Tensor found =
-      attention_in_parts_backward_cpu(grad_output, input, mask, attention, log_sum_exp, number);
-  return contiguous(found.to(input.scalar_type()).reshape(input.sizes()));
+  if (has_sinks && log_sum_exp == nullptr) {
+    const auto [rows, statistics] = forward(input, mask, attention, number);
+    return attention_backward_cpu(grad_output, input, mask, rows, &statistics, seed, attention,
+                                  wanted);
+  }
+  const auto [grad_input, statistics] =
+      input_gradient(grad_output, input, mask, output, log_sum_exp, number, attention);
+  return {
+      wants_input ? contiguous(grad_input.to(input.scalar_type()).reshape(input.sizes()))
+                  : empty_cpu({0}, input.scalar_type()),
+      has_sinks && wants_sinks ? sinks_gradient(attention, grad_output, output, statistics) : none};
 }
 
 }  // namespace transformer_ops

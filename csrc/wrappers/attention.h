@@ -19,6 +19,8 @@ struct Attention {
   std::optional<double> scale;
   // A row that the mask lets read nothing gives NaN, as a plain softmax does, instead of zeros.
   bool nan_rows;
+  // [heads]: the score of a key that every row reads besides, whose value is 0 (gpt-oss); or null.
+  const Tensor* sinks = nullptr;
 
   int64_t query_width() const { return heads * head_dim; }
   int64_t width() const { return (heads + 2 * kv_heads) * head_dim; }
@@ -27,8 +29,8 @@ struct Attention {
 // Checks the input and the mask, which may be null.
 void check_attention(const Checks& check, const Tensor& input, const Tensor* mask,
                      const Attention& attention);
-// The output, log(sum(exp(scores))) for each row and head, and, if numbers are dropped, a seed and
-// where its numbers begin.
+// The output, log(sum(exp(scores))), with that of the sink, for each row and head, and, if numbers
+// are dropped, a seed and where its numbers begin.
 TensorSpecs attention_outputs(const Tensor& input, const Attention& attention);
 
 std::tuple<Tensor, Tensor, Tensor> attention_cpu(const Tensor& input, const Tensor* mask,
@@ -39,13 +41,26 @@ std::tuple<Tensor, Tensor, Tensor> attention_cuda(const Tensor& input, const Ten
 Tensor attention_decomposed(const Tensor& input, const Tensor* mask, const Attention& attention,
                             const Tensor& seed = {});
 
+// Whether the gradients of the input and of sinks are wanted. Others are absent, as are those of
+// sinks that are null.
+using AttentionMask = std::array<bool, 2>;
+using AttentionFunction =
+    c10::function_ref<Tensor(const Tensor& input, const Attention& attention)>;
+// The gradients of a function in plain ATen.
+std::tuple<Tensor, Tensor> attention_gradients(AttentionFunction function,
+                                               const Tensor& grad_output, const Tensor& input,
+                                               const Attention& attention, AttentionMask wanted);
+
 // Without log_sum_exp, the input is not exactly that of forward, and the output and the statistics
 // are computed again.
-Tensor attention_backward_cpu(const Tensor& grad_output, const Tensor& input, const Tensor* mask,
-                              const Tensor& output, const Tensor* log_sum_exp, const Tensor& seed,
-                              const Attention& attention);
-Tensor attention_backward_cuda(const Tensor& grad_output, const Tensor& input, const Tensor* mask,
-                               const Tensor& output, const Tensor* log_sum_exp, const Tensor& seed,
-                               const Attention& attention);
+std::tuple<Tensor, Tensor> attention_backward_cpu(const Tensor& grad_output, const Tensor& input,
+                                                  const Tensor* mask, const Tensor& output,
+                                                  const Tensor* log_sum_exp, const Tensor& seed,
+                                                  const Attention& attention, AttentionMask wanted);
+std::tuple<Tensor, Tensor> attention_backward_cuda(const Tensor& grad_output, const Tensor& input,
+                                                   const Tensor* mask, const Tensor& output,
+                                                   const Tensor* log_sum_exp, const Tensor& seed,
+                                                   const Attention& attention,
+                                                   AttentionMask wanted);
 
 }  // namespace transformer_ops

@@ -48,12 +48,17 @@ std::tuple<Tensor, Tensor, Tensor> flash_forward(const Tensor& input, const Atte
     return contiguous(heads.transpose(1, 2).reshape(C10_AS_INTARRAYREF_SLOW(spec.sizes)));
   };
   const Tensor& generator = std::get<6>(found);
-  return {rows_like(std::get<0>(found), specs[0]), rows_like(std::get<1>(found), specs[1]),
+  Tensor output = rows_like(std::get<0>(found), specs[0]);
+  Tensor log_sum_exp = rows_like(std::get<1>(found), specs[1]);
+  add_sinks(attention, output, log_sum_exp);
+  return {output, log_sum_exp,
           attention.p > 0 ? generator.view(at::kLong).reshape({2}) : no_seed(input)};
 }
 
-Tensor flash_backward(const Tensor& grad_output, const Tensor& input, const Tensor& output,
-                      const Tensor* log_sum_exp, const Tensor& seed, const Attention& attention) {
+// The gradients of the input and, if there are some, of sinks.
+std::tuple<Tensor, Tensor> flash_backward(const Tensor& grad_output, const Tensor& input,
+                                          const Tensor& output, const Tensor* log_sum_exp,
+                                          const Tensor& seed, const Attention& attention) {
   const Tensor rows = aligned(with_one_batch(input));
   const auto [query, key, value] = heads_of(rows, attention);
   const auto in_heads = [&](const Tensor& tensor) {
@@ -78,25 +83,35 @@ Tensor flash_backward(const Tensor& grad_output, const Tensor& input, const Tens
       with_one_batch(statistics).transpose(1, 2).contiguous(), {}, {}, rows.size(1), rows.size(1),
       attention.p, attention.causal, generator.view(at::kUInt64),
       at::empty({}, generator.options()), scale_of(attention));
-  return rows_of_heads({grad_query, grad_key, grad_value}, attention,
-                       at::empty(input.sizes(), input.options()));
+  return {rows_of_heads({grad_query, grad_key, grad_value}, attention,
+                        at::empty(input.sizes(), input.options())),
+          attention.sinks == nullptr
+              ? Tensor()
+              : sinks_gradient(attention, grad_output, rows_out, statistics)};
 }
 
 // ---- plain ATen
 
-// `added` may be undefined, and `empty`, the rows that read nothing and become zeros, too.
+// `added` may be undefined, and `empty`, the rows that read nothing and become zeros, too; sinks
+// may be null.
 Tensor probabilities_of(const Tensor& query, const Tensor& key, double scale, const Tensor& added,
-                        const Tensor& empty) {
+                        const Tensor& empty, const Tensor* sinks = nullptr) {
   const int64_t groups = query.size(-3) / key.size(-3);
   const Tensor keys = groups > 1 ? key.repeat_interleave(groups, -3) : key;
   Tensor scores = at::matmul(query, keys.transpose(-1, -2)) * scale;
   if (added.defined()) scores = scores + added;
+  if (sinks != nullptr) {
+    c10::SymDimVector sizes(scores.sym_sizes());
+    sizes.back() = 1;
+    const Tensor sink = sinks->to(scores.scalar_type()).unsqueeze(-1).unsqueeze(-1);
+    return at::softmax(at::cat({sink.expand_symint(sizes), scores}, -1), -1).slice(-1, 1);
+  }
   if (!empty.defined()) return at::softmax(scores, -1);
   return at::softmax(scores.masked_fill(empty, 0), -1).masked_fill(empty, 0);
 }
 
 Tensor rows_that_read_nothing(const Tensor* mask, const Tensor& added, const Attention& attention) {
-  if (mask == nullptr || attention.nan_rows) return {};
+  if (mask == nullptr || attention.nan_rows || attention.sinks != nullptr) return {};
   return at::isneginf(added.amax(-1, /*keepdim=*/true));
 }
 
@@ -183,7 +198,7 @@ Tensor chosen_by_torch(const Tensor& input, const Tensor* mask, const Attention&
   }
   std::optional<SeededGenerator> generator;
   if (attention.p > 0) generator.emplace(input.device(), seed[0].item<int64_t>());
-  if (attention.nan_rows || needs_float64(input, mask, attention)) {
+  if (attention.nan_rows || attention.sinks != nullptr || needs_float64(input, mask, attention)) {
     return attention_decomposed(input, mask, attention);
   }
   // Torch's kernel for CPU is none of those that it chooses for CUDA, which sum in float32.
@@ -219,16 +234,45 @@ std::tuple<Tensor, Tensor, Tensor> attention_cuda(const Tensor& input, const Ten
   return {contiguous(chosen_by_torch(input, mask, attention, seed)), zeros(specs[1]), seed};
 }
 
-Tensor attention_backward_cuda(const Tensor& grad_output, const Tensor& input, const Tensor* mask,
-                               const Tensor& output, const Tensor* log_sum_exp, const Tensor& seed,
-                               const Attention& attention) {
-  if (input.numel() == 0 || attention.p >= 1) return at::zeros(input.sizes(), input.options());
-  if (takes_flash(input, mask, attention)) {
-    return flash_backward(grad_output, input, output, log_sum_exp, seed, attention);
+std::tuple<Tensor, Tensor> attention_backward_cuda(const Tensor& grad_output, const Tensor& input,
+                                                   const Tensor* mask, const Tensor& output,
+                                                   const Tensor* log_sum_exp, const Tensor& seed,
+                                                   const Attention& attention,
+                                                   AttentionMask wanted) {
+  const bool wants_sinks = attention.sinks != nullptr && wanted[1];
+  const Tensor& like = attention.sinks != nullptr ? *attention.sinks : input;
+  std::tuple<Tensor, Tensor> found;
+  if (input.numel() == 0 || attention.p >= 1) {
+    found = {at::zeros(input.sizes(), input.options()), at::zeros(like.sizes(), like.options())};
+  } else if (takes_flash(input, mask, attention)) {
+    found = flash_backward(grad_output, input, output, log_sum_exp, seed, attention);
+  } else {
+    const WithAutograd guard;
+    const auto again = [&](const Tensor& x, const Attention& with) {
+      return chosen_by_torch(x, mask, with, seed);
+    };
+    found = attention_gradients(again, grad_output, input, attention, {true, wants_sinks});
   }
-  const auto again = [&](const Tensor& x) { return chosen_by_torch(x, mask, attention, seed); };
-  const WithAutograd guard;
-  return contiguous(std::get<0>(gradients(again, grad_output, input)).detach());
+  const auto& [grad_input, grad_sinks] = found;
+  return {wanted[0] ? contiguous(grad_input.detach()) : input.new_empty({0}),
+          wants_sinks ? contiguous(grad_sinks.detach()) : like.new_empty({0})};
+}
+
+std::tuple<Tensor, Tensor> attention_gradients(AttentionFunction function,
+                                               const Tensor& grad_output, const Tensor& input,
+                                               const Attention& attention, AttentionMask wanted) {
+  const auto [wants_input, wants_sinks] = wanted;
+  if (attention.sinks == nullptr) {
+    const auto again = [&](const Tensor& x) { return function(x, attention); };
+    return {wants_input ? std::get<0>(gradients(again, grad_output, input)) : Tensor(), Tensor()};
+  }
+  const auto again = [&](const Tensor& x, const Tensor& sinks) {
+    Attention with = attention;
+    with.sinks = &sinks;
+    return function(x, with);
+  };
+  const auto [of_input, of_sinks] = gradients(again, grad_output, input, *attention.sinks);
+  return {wants_input ? of_input : Tensor(), wants_sinks ? of_sinks : Tensor()};
 }
 
 Tensor attention_decomposed(const Tensor& input, const Tensor* mask, const Attention& attention,
@@ -237,9 +281,10 @@ Tensor attention_decomposed(const Tensor& input, const Tensor* mask, const Atten
       needs_float64(input, mask, attention) ? input.to(at::kDouble) : to_accumulate(input);
   const auto [query, key, value] = heads_of(rows, attention);
   Tensor added = mask_of(input, mask, attention, rows.scalar_type());
-  if (mask != nullptr && mask->scalar_type() != at::kBool) added = relative(added);
+  const bool has_numbers = mask != nullptr && mask->scalar_type() != at::kBool;
+  if (has_numbers && attention.sinks == nullptr) added = relative(added);
   Tensor p = probabilities_of(query, key, scale_of(attention), added,
-                              rows_that_read_nothing(mask, added, attention));
+                              rows_that_read_nothing(mask, added, attention), attention.sinks);
   if (seed.defined() && seed.sym_numel() > 0) {
     TORCH_CHECK(!p.is_cuda(),
                 "[attention] p must be 0 on CUDA where forward is computed again, got ",

@@ -2,6 +2,7 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
+#include <ATen/ops/logaddexp.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
@@ -107,6 +108,26 @@ Tensor relative(const Tensor& mask, double limit) {
   const Tensor greatest = mask.amax(-1, /*keepdim=*/true);
   const Tensor size = greatest.abs();
   return mask - at::where((size > kSmall).logical_and(size < limit), greatest, 0);
+}
+
+void add_sinks(const Attention& attention, Tensor& output, Tensor& log_sum_exp) {
+  if (attention.sinks == nullptr) return;
+  const Tensor all = at::logaddexp(log_sum_exp, attention.sinks->to(log_sum_exp.scalar_type()));
+  output.unflatten(-1, {attention.heads, attention.head_dim})
+      .mul_((log_sum_exp - all).exp_().unsqueeze(-1));
+  log_sum_exp = all;
+}
+
+Tensor sinks_gradient(const Attention& attention, const Tensor& grad_output, const Tensor& output,
+                      const Tensor& log_sum_exp) {
+  const auto in_heads = [&](const Tensor& rows) {
+    return with_one_batch(rows)
+        .to(log_sum_exp.scalar_type())
+        .unflatten(-1, {attention.heads, attention.head_dim});
+  };
+  const Tensor p = (*attention.sinks - with_one_batch(log_sum_exp)).exp_();
+  const Tensor along = (in_heads(grad_output) * in_heads(output)).sum(-1);
+  return (p * along).sum({0, 1}).neg_().to(attention.sinks->scalar_type());
 }
 
 Tensor seed_tensor(uint64_t seed, const Tensor& input) {

@@ -53,6 +53,14 @@ inline constexpr double kSmall = 64, kAbsorbing = 1e18;
 // changes no probability. Scores would be rounded to its size.
 Tensor relative(const Tensor& mask, double limit = kAbsorbing);
 
+// Adds the score of the sink to the statistics [..., rows, heads], and multiplies the output
+// [..., rows, width] in place by the part of the probabilities that is not the sink's. Does nothing
+// without sinks.
+void add_sinks(const Attention& attention, Tensor& output, Tensor& log_sum_exp);
+// Their gradient, from an output and statistics that have them.
+Tensor sinks_gradient(const Attention& attention, const Tensor& grad_output, const Tensor& output,
+                      const Tensor& log_sum_exp);
+
 Tensor no_seed(const Tensor& input);
 Tensor seed_tensor(uint64_t seed, const Tensor& input);
 

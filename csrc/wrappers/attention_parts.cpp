@@ -1,6 +1,7 @@
 #include "wrappers/attention_parts.h"
 
 #include <ATen/ops/bmm.h>
+#include <ATen/ops/logaddexp.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
 
@@ -33,8 +34,9 @@ class AttentionInParts {
         seed_(seed) {
     if (mask != nullptr) {
       // The statistics are those of torch's kernel, which may run in the other direction.
-      mask_ = relative(*added_mask(input, mask, attention, acc_))
-                  .expand({batches_.size(0), attention.heads, rows_, rows_});
+      mask_ = *added_mask(input, mask, attention, acc_);
+      if (attention.sinks == nullptr) mask_ = relative(mask_);
+      mask_ = mask_.expand({batches_.size(0), attention.heads, rows_, rows_});
       if (mask_.stride(-1) != 1) mask_ = mask_.contiguous();
     }
   }
@@ -58,7 +60,7 @@ class AttentionInParts {
   // The gradient of the input, and the statistics, which `known` has if it is defined.
   std::tuple<Tensor, Tensor> backward(const Tensor& grad_output, const Tensor& known) const {
     Tensor result = at::zeros(batches_.sizes(), batches_.options().dtype(acc_));
-    const bool is_known = known.defined();
+    const bool is_known = known.defined(), has_sinks = attention_.sinks != nullptr;
     const Tensor log_sum_exp = is_known
                                    ? with_one_batch(known)
                                    : empty_cpu({batches_.size(0), rows_, attention_.heads}, acc_);
@@ -71,6 +73,7 @@ class AttentionInParts {
         const Tensor grad = query_of(grad_out, part);
         const Tensor p = multiply(query, key.mT());
         softmax(part, p, log_sum_exp, is_known);
+        if (has_sinks && !is_known) share_with_sinks(part, p, log_sum_exp[b]);
         const Tensor grad_p = multiply(grad, keys_of(in.value, part).mT());
         Tensor dropped = p;
         if (attention_.p > 0) {
@@ -105,6 +108,18 @@ class AttentionInParts {
 
   Tensor groups_of_query(const Tensor& rows) const {
     return rows.unflatten(-1, {attention_.kv_heads, groups(), attention_.head_dim});
+  }
+
+  // Probabilities that sum to 1 without the sink, and their statistics [rows, heads], get it.
+  void share_with_sinks(const Part& part, const Tensor& p, const Tensor& log_sum_exp) const {
+    const auto of_part = [&](const Tensor& numbers) {
+      return rows_of(numbers.unflatten(-1, {attention_.kv_heads, groups()}), part);
+    };
+    const Tensor own = of_part(log_sum_exp);
+    const Tensor all =
+        at::logaddexp(own, of_part(attention_.sinks->to(acc_).expand_as(log_sum_exp)));
+    p.mul_((own - all).exp_().unsqueeze(-1));
+    own.copy_(all);
   }
 
   int64_t groups() const { return attention_.heads / attention_.kv_heads; }
@@ -283,19 +298,20 @@ std::tuple<Tensor, Tensor> attention_in_parts_cpu(const Tensor& input, const Ten
   return AttentionInParts(input, mask, attention, at::kDouble, seed).forward();
 }
 
-Tensor attention_in_parts_backward_cpu(const Tensor& grad_output, const Tensor& input,
-                                       const Tensor* mask, const Attention& attention,
-                                       const Tensor* log_sum_exp, uint64_t seed) {
+std::tuple<Tensor, Tensor> attention_in_parts_backward_cpu(const Tensor& grad_output,
+                                                           const Tensor& input, const Tensor* mask,
+                                                           const Attention& attention,
+                                                           const Tensor* log_sum_exp,
+                                                           uint64_t seed) {
   // A row that is not ordinary was computed in float64.
   const bool is_known = log_sum_exp != nullptr && are_ordinary(*log_sum_exp);
   if (!needs_float64(input, mask, attention) && (is_known || log_sum_exp == nullptr)) {
     const AttentionInParts parts(input, mask, attention, accumulate_dtype(input.scalar_type()),
                                  seed);
-    const auto [result, found] = parts.backward(grad_output, is_known ? *log_sum_exp : Tensor());
-    if (is_known || are_ordinary(found)) return result;
+    auto found = parts.backward(grad_output, is_known ? *log_sum_exp : Tensor());
+    if (is_known || are_ordinary(std::get<1>(found))) return found;
   }
-  return std::get<0>(
-      AttentionInParts(input, mask, attention, at::kDouble, seed).backward(grad_output, {}));
+  return AttentionInParts(input, mask, attention, at::kDouble, seed).backward(grad_output, {});
 }
 
 }  // namespace transformer_ops

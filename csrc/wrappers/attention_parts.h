@@ -15,10 +15,13 @@ bool are_ordinary(const Tensor& log_sum_exp);
 // The output and log(sum(exp(scores))), both in a dtype of sums.
 std::tuple<Tensor, Tensor> attention_in_parts_cpu(const Tensor& input, const Tensor* mask,
                                                   const Attention& attention, uint64_t seed);
-// The gradient of the input, in such a dtype. Statistics that are not given are computed again.
-Tensor attention_in_parts_backward_cpu(const Tensor& grad_output, const Tensor& input,
-                                       const Tensor* mask, const Attention& attention,
-                                       const Tensor* log_sum_exp, uint64_t seed);
+// The gradient of the input, in such a dtype, and the statistics that it was computed with, which
+// are computed again if they are not given.
+std::tuple<Tensor, Tensor> attention_in_parts_backward_cpu(const Tensor& grad_output,
+                                                           const Tensor& input, const Tensor* mask,
+                                                           const Attention& attention,
+                                                           const Tensor* log_sum_exp,
+                                                           uint64_t seed);
 
 // Zero for a number that is dropped, else 1 / (1 - p), like probabilities of all heads.
 Tensor drop_factors_cpu(const Tensor& probabilities, const Attention& attention, uint64_t seed);

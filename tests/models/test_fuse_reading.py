@@ -144,17 +144,77 @@ REST: dict[str, dict[str, str]] = {
     },
 }
 
+SINKS = "s = module.sinks.reshape(1, -1, 1, 1).expand(*scores.shape[:-1], 1)\n"
+JOINED = SINKS + "z = torch.cat([scores, s], dim=-1)\n"
+LOG_SUMS = "z = torch.logsumexp(scores, dim=-1)\np = torch.softmax(scores, -1)\n"
+FACTOR = LOG_SUMS + "f = (z - module.sinks.view(1, -1, 1)).sigmoid().unsqueeze(-1)"
+# The softmax of an attention function, and what is done to what it gives.
+READ_SINKS = {
+    "a column": (JOINED + "p = torch.softmax(z, -1)[..., :-1]", "o"),
+    "a column of scores less the greatest": (
+        JOINED + "z = z - z.max(dim=-1, keepdim=True).values\np = z.softmax(-1)[:, :, :, :-1]",
+        "o",
+    ),
+    "a factor": (FACTOR, "f * o"),
+}
+NOT_READ_SINKS = {
+    "another column is dropped": (JOINED + "p = torch.softmax(z, -1)[..., 1:]", "o"),
+    "two columns": (
+        JOINED + "z = torch.cat([z, s], -1)\np = torch.softmax(z, -1)[..., :-2]",
+        "o",
+    ),
+    "heads in another order": (
+        JOINED.replace("sinks", "sinks.flip(0)") + "p = z.softmax(-1)[..., :-1]",
+        "o",
+    ),
+    "the sinks of one head": (
+        JOINED.replace("sinks", "sinks[:1].expand(4)") + "p = z.softmax(-1)[..., :-1]",
+        "o",
+    ),
+    "scaled behind": (JOINED + "p = torch.softmax(2 * z, -1)[..., :-1]", "o"),
+    "a factor of queries": (FACTOR, "o * f.transpose(1, 2).reshape(f.shape)"),
+    "a factor without sigmoid": (FACTOR.replace(".sigmoid()", ""), "o * f"),
+    "a factor twice": (FACTOR, "o * f * f"),
+    "the factor of other scores": (FACTOR.replace("(scores, dim", "(scores * 2, dim"), "o * f"),
+}
+EAGER = """
+def eager_attention_forward(module, query, key, value, mask, scaling, dropout=0.0, **kwargs):
+    groups = module.num_key_value_groups
+    key, value = repeat_kv(key, groups), repeat_kv(value, groups)
+    scores = query @ key.transpose(2, 3) * scaling
+    if mask is not None:
+        scores = scores + mask
+    {softmax}
+    p = torch.nn.functional.dropout(p, p=dropout, training=module.training)
+    o = p @ value
+    o = {output}
+    return o.transpose(1, 2).contiguous(), p
+"""
 
-def changed(texts: dict[str, str], folder: Path) -> type[Any]:
-    """A class of attention of Llama with other statements."""
+
+def with_sinks(texts: tuple[str, str], folder: Path) -> tuple[Any, Any, tops.FuseReport]:
+    plain: Any = make("Llama")
+    plain.config._attn_implementation = "eager"
+    softmax = textwrap.indent(texts[0], "    ").strip()
+    call = {"scaling": "self.scaling, s_aux=self.sinks"}
+    kind = changed(call, folder, EAGER.format(softmax=softmax, output=texts[1]))
+    for layer in plain.model.layers:
+        layer.self_attn.__class__ = kind
+        layer.self_attn.sinks = torch.nn.Parameter(torch.randn(4))
+    model = copy.deepcopy(plain)
+    return plain, model, tops.fuse(model)
+
+
+def changed(texts: dict[str, str], folder: Path, eager: str = "") -> type[Any]:
+    """A class of attention of Llama with other statements, and an attention function."""
     parts = PARTS | texts
     filled = {k: textwrap.indent(textwrap.dedent(v), "    ").strip() for k, v in parts.items()}
     forward = textwrap.indent(FORWARD.format(**filled), "    ")
     text = (
         "import torch\nfrom transformers.models.llama.modeling_llama import *\n"
         "from transformers.models.llama.modeling_llama import (ALL_ATTENTION_FUNCTIONS, "
-        "LlamaAttention, apply_rotary_pos_emb, eager_attention_forward)\n"
-        f"{ROTATIONS}class Changed(LlamaAttention):\n"
+        "LlamaAttention, apply_rotary_pos_emb, eager_attention_forward, repeat_kv)\n"
+        f"{ROTATIONS}{eager}class Changed(LlamaAttention):\n"
         f"{forward}\n"
         "    def join(self, o):\n        return o.flatten(2)\n"
     )
@@ -209,6 +269,23 @@ def test_statements_behind_attention(name: str, tmp_path: Path) -> None:
     assert fused_rules(report)["attention"] == 2
     assert_same(plain, model)
     assert all("Attention" in str(layer.fused.explain()) for layer in model.model.layers)
+
+
+@pytest.mark.parametrize("name", [*READ_SINKS, *NOT_READ_SINKS])
+def test_sinks(name: str, tmp_path: Path) -> None:
+    plain, model, report = with_sinks((READ_SINKS | NOT_READ_SINKS)[name], tmp_path)
+    assert_same(plain, model)
+    for layer in model.model.layers:
+        assert ("Attention" in str(layer.fused.explain())) is (name in READ_SINKS), report
+    # Another function of attention has none.
+    for one in (plain, model):
+        one.zero_grad()
+        one.config._attn_implementation = "sdpa"
+    found = []
+    for one in (plain, model):
+        one(input_ids=TOKENS, labels=TOKENS, use_cache=False).loss.backward()
+        found.append([p.grad for p in one.parameters() if p.grad is not None])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["a gate", "a gate before attention"])

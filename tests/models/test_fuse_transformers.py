@@ -108,6 +108,7 @@ BERT = {"layer": 2, "feed-forward, sum and norm": 2}
 CROSS = {"layer": 2, "sum and norm": 2}
 LEFT = {name: {"residual and norm"} for name in ("TrOCR", "Mvp")}
 LEFT |= {"Mpt": {"residual and norm"}, "Bloom": {"feed-forward"}}
+LEFT["GptOss"] = {"residual and norm", "experts"}  # experts with biases
 LEFT["FalconH1"] = {"residual", "feed-forward"}  # a factor of the gate
 # model -> (how it is made, how many parts each rule fuses)
 MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, int]]] = {
@@ -173,6 +174,12 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, int]]] = {
         {"attention": 2, "norm": 3, "residual": 2},
     ),
     "HrmText": (causal("HrmText", head_dim=8), {"attention": 4, "sum": 4}),
+    # Sinks: one more column of scores, and a factor of the result. A mask for the calls of each.
+    "GptOss": (
+        causal("GptOss", num_local_experts=4, head_dim=8, sliding_window=4),
+        {"norm": 3, "residual": 2},
+    ),
+    "GraniteSWA": (causal("GraniteSWA", sliding_window=4), LLAMA),
     # A norm between attention and its product.
     "BitNet": (causal("BitNet"), LLAMA),
     # All heads share keys and values.

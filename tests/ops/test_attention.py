@@ -83,7 +83,7 @@ BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     "mask with a gradient, typed op": (
         lambda: torch.ops.transformer_ops.attention(
-            X, GRAD, 2, 1, 4, False, False, 0.0, None, False, False
+            X, GRAD, None, 2, 1, 4, False, False, 0.0, None, False, False
         ),
         RuntimeError,
         r"\[attention\] mask must not require a gradient, got one that does",
@@ -185,11 +185,14 @@ EXACT: dict[str, tuple[dict[str, Any], Tensor | None, float]] = {
 }
 
 
+@pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("create_graph", [False, True])
 @pytest.mark.parametrize("p", [0.0, 0.3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("name", EXACT)
-def test_a_softmax_in_float64(name: str, dtype: torch.dtype, p: float, create_graph: bool) -> None:
+def test_a_softmax_in_float64(
+    name: str, dtype: torch.dtype, p: float, create_graph: bool, sinks: bool
+) -> None:
     options, mask, factor = EXACT[name]
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, 9, 32, generator=generator, dtype=torch.float64)
@@ -198,14 +201,17 @@ def test_a_softmax_in_float64(name: str, dtype: torch.dtype, p: float, create_gr
         x = x.round()  # so that float32 has the scores, which are large, exactly
     x = x.to(dtype).requires_grad_()
     by = torch.randn(2, 9, 16, generator=generator, dtype=torch.float64).to(dtype)
-    op = tops.Attention(4, 2, head_dim=4, p=p, mask=mask is not None, **options)
+    op = tops.Attention(4, 2, head_dim=4, p=p, mask=mask is not None, sinks=sinks, **options)
+    for parameter in op.parameters():
+        parameter.data = torch.randn(4, generator=generator).to(dtype)
     given = () if mask is None else (mask,)
     found = run_seeded(op, x, *given)
-    (grad,) = torch.autograd.grad(found, x, by, create_graph=create_graph)
+    grad, *others = torch.autograd.grad(found, [x, *op.parameters()], by, create_graph=create_graph)
     exact = x.detach().double().requires_grad_()
+    own = {name: p.detach().double().requires_grad_() for name, p in op.named_parameters()}
     reference = attention_dropout(p, **options) if p else attention(4, 2, **options)
-    wanted = reference(exact, *(one.double() for one in given))
-    (right,) = torch.autograd.grad(wanted, exact, by.double())
+    wanted = reference(exact, *(one.double() for one in given), **own)
+    right, *rest = torch.autograd.grad(wanted, [exact, *own.values()], by.double())
     assert found.dtype == grad.dtype == dtype
     error = max(4 * torch.finfo(dtype).eps, 2e-5)
     assert (found - wanted).norm() <= error * wanted.norm()
@@ -213,6 +219,9 @@ def test_a_softmax_in_float64(name: str, dtype: torch.dtype, p: float, create_gr
         fits = right[..., some].abs() < 0.9 * torch.finfo(dtype).max
         difference = (grad.double() - right)[..., some].where(fits, 0)
         assert difference.norm() <= error * right[..., some].where(fits, 0).norm() + 1e-30
+    for one, other in zip(others, rest, strict=True):
+        assert one.dtype == dtype
+        assert (one - other).norm() <= error * (other.norm() + by.double().norm())
 
 
 @pytest.mark.parametrize("p", [0.0, 1e-6])

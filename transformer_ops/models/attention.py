@@ -78,6 +78,7 @@ class TransformersAttention(AttentionCall):
         self.reading, self.key_factor, self.rest = reading, reading.key_factor, reading.rest
         _, self._first, *others = inspect.signature(class_of(called).forward).parameters
         self._others = tuple(others)
+        self.sinks = "".join(reading.sinks)
         # What a call must not give.
         self._refused = {*_UNKNOWN, *reading.absent} - {reading.masking.bias}
         self._interface = reading.interface
@@ -181,8 +182,10 @@ class TransformersAttention(AttentionCall):
                 return None
         is_causal: bool | None = False
         function = module.config._attn_implementation if self._asks else "sdpa"
+        if reading.implementation == "eager" and function != "eager":
+            return None
         if reading.is_plain:
-            if function != "sdpa" or (gives_weights and reading.has_weights):
+            if function != reading.implementation or (gives_weights and reading.has_weights):
                 return None
         elif function == "sdpa":
             if self._interface is not None and self._interface["sdpa"] is not self._sdpa:

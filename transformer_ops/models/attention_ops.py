@@ -53,6 +53,7 @@ class AttentionCall:
 
     gives_pair = True  # not the result alone
     rest: Rest | None = None  # statements that run behind its ops
+    sinks: str = ""  # the parameter with their scores
     key_factor = 1.0  # of keys that a cache takes; `scale` has it for scores
 
     @property
@@ -184,7 +185,15 @@ class BorrowedAttention(Watcher, Borrowed, Attention):
         ]
 
     def _tensors_of_owner(self) -> tuple[str, ...]:
-        return ()
+        return (self.call.sinks,) if self.call.sinks else ()
+
+    def _tensor_places(self) -> list[tuple[nn.Module, str]]:
+        name = self.call.sinks
+        return [(self._parameter_owner, name) if name else (self, "sinks")]
+
+    @property
+    def sinks(self) -> Tensor | None:  # type: ignore[override]
+        return getattr(self._parameter_owner, self.call.sinks) if self.call.sinks else None
 
     def choose(self, choice: AttentionChoice) -> None:
         """Takes what a call gives. No group has the op yet."""

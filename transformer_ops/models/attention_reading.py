@@ -22,6 +22,7 @@ from ..op.base import FusibleOperation
 from .adapters import base_of
 from .attention_rest import Rest, rest_of
 from .attention_rotation import Rotation, kind_of_rotation
+from .attention_sinks import SinkReader
 from .attention_statements import (
     BIASES,
     CACHES,
@@ -39,6 +40,7 @@ from .attention_statements import (
     Path,
     Rows,
     Scores,
+    Sinks,
     Unknown,
 )
 from .parts import part, products
@@ -83,6 +85,8 @@ class Reading(NamedTuple):
         p: the probability of dropout.
         is_causal: what the call of attention says; None if it leaves that to its arguments.
         has_cache: whether a cache may be given.
+        implementation: the configured function of attention that this is.
+        sinks: the parameter with a score of sinks for each head.
         slot: an argument that is added to the number of the layer in a cache; empty for none.
         has_eager: whether it is the same without torch's attention.
         absent: arguments that have to be None or False in a call.
@@ -119,6 +123,8 @@ class Reading(NamedTuple):
     masking: Masking = Masking()
     rest: Rest | None = None
     slot: str = ""
+    implementation: str = "sdpa"
+    sinks: Path = ()
 
 
 # What an attribute may be beside a number.
@@ -135,6 +141,8 @@ def _value_at(module: nn.Module, path: Path) -> Any:
         found = getattr(found, name)
     if isinstance(found, PLAIN):
         return found
+    if isinstance(found, nn.Parameter) and found.dim() == 1 and len(path) == 1:
+        return tuple(found.shape)
     if isinstance(found, Tensor | list | dict):
         return f"{_NO} number but a {type(found).__name__}"
     return _IS_MODULE if isinstance(found, nn.Module) else _IS_OBJECT
@@ -162,7 +170,7 @@ def _p_of(module: Any) -> Any:
     return module.p if is_torch(module, nn.Dropout) else None
 
 
-class _Reader:
+class _Reader(SinkReader):
     """One run of a `forward`."""
 
     def __init__(
@@ -243,8 +251,7 @@ class _Reader:
         rest = None if at is None or self.interface is None else rest_of(self.function, at)
         if rest is None or self.found is None:
             raise Unknown("what is behind attention reads more than its result")
-        heads, width = self.found.heads, self.found.head_dim
-        wanted = self.new_rows(_ATTENTION, 0, heads * width).at.unflatten(-1, (heads, width))
+        wanted = self.output_of(self.found).at.transpose(1, 2)
         given = frame.variables[rest.result]
         if type(given) is not Rows or not given.at.equal(wanted):
             raise Unknown("what is behind attention takes other rows")
@@ -270,6 +277,8 @@ class _Reader:
         if path[-1] == "dtype":
             return UNKNOWN
         found = self.look("value", path)
+        if isinstance(found, tuple):
+            return Sinks(torch.arange(*found), path)
         if isinstance(found, str) and found.startswith(_NO):
             raise Unknown(f"{'.'.join(path)} is {found}")
         return Owned(path) if found in (_IS_OBJECT, _IS_MODULE) else found
@@ -416,8 +425,12 @@ class _Reader:
                 )
                 found = self.attend(query, key, value, first.is_masked, first.p, first.scale)
                 assert self.found is not None
+                self.attended = first
                 self.found = self.found._replace(
-                    is_plain=True, masking=first.masking, dropout=first.dropout
+                    is_plain=True,
+                    masking=first.masking,
+                    dropout=first.dropout,
+                    sinks=first.sinks,
                 )
                 return Rows(found.at.reshape(shape))
         elif type(first) is Rows and type(second) is Rows and first is not self.input:
@@ -428,12 +441,13 @@ class _Reader:
         raise Unknown("it multiplies something else")
 
     def scaled(self, scores: Scores, factor: float) -> Scores:
-        if scores.p is not None or scores.is_masked or scores.masking.bias:
+        if scores.p is not None or scores.is_masked or scores.masking.bias or scores.sinks:
             raise Unknown("its scores are changed")
         return dataclasses.replace(scores, scale=scores.scale * factor)
 
     def masked(self, scores: Scores, mask: Any, is_filled: bool = False) -> Scores:
         is_whole = scores.has_columns and scores.at.dim() == 4 and mask == Given(MASK)
+        is_whole &= not scores.sinks
         is_known = not is_filled or scores.masking.bias  # the bias has the dtype of what is filled
         if scores.p is not None or scores.is_masked or not is_whole or not is_known:
             raise Unknown("its scores are changed")
@@ -445,6 +459,7 @@ class _Reader:
         assert self.more is not None
         is_last = bias.at.flatten().equal(torch.arange(self.length) + self.more)
         is_whole = scores.has_columns and scores.at.dim() in (3, 4) and bias.at.dim() == 3
+        is_whole &= not scores.sinks
         is_changed = scores.p is not None or scores.is_masked or scores.masking.bias
         if is_changed or not is_last or not is_whole:
             raise Unknown("its scores are changed")
@@ -466,7 +481,7 @@ class _Reader:
 
     def dropped(self, scores: Scores, p: Any, path: Path = ()) -> Scores:
         """Weights of which some are dropped."""
-        if scores.p != 0.0 or not isinstance(p, int | float):
+        if scores.p != 0.0 or not isinstance(p, int | float) or scores.has_sink:
             raise Unknown("its dropout is another one")
         return dataclasses.replace(scores, p=float(p), dropout=path)
 
@@ -525,9 +540,12 @@ class _Reader:
             False,
             frozenset(),
         )
-        heads, width = len(columns[0]), len(columns[0]) * head_dim
-        output = self.new_rows(_ATTENTION, 0, width).at
-        return Rows(output.view(self.batch, self.length, heads, head_dim).transpose(1, 2))
+        return self.output_of(self.found)
+
+    def output_of(self, found: Reading) -> Rows:
+        """What attention gives: [batch, heads, length, head_dim]."""
+        rows = self.new_rows(_ATTENTION, 0, found.heads * found.head_dim).at
+        return Rows(rows.unflatten(-1, (found.heads, found.head_dim)).transpose(1, 2))
 
     def unrepeated(self, columns: Tensor, count: int) -> Tensor:
         """The heads of keys, of which each is there so many times."""
@@ -671,9 +689,10 @@ def _read(module: nn.Module, function: Any) -> tuple[dict[Any, Any], Reading | s
     reasons: list[str] = []
     more: int | None = None
     has_rest = False
+    implementation = "sdpa"
 
     def run(*args: Any, **options: Any) -> Reading | None:
-        own = {**options, "more": more, "has_rest": has_rest}
+        own = {"implementation": implementation, **options, "more": more, "has_rest": has_rest}
         reader = _Reader(module, function, *args, **own)
         reader.looks = looks
         try:
@@ -708,7 +727,11 @@ def _read(module: nn.Module, function: Any) -> tuple[dict[Any, Any], Reading | s
             break
     if found is None:
         why = (reasons or ["it asks for its mask"])[0]
-        more, has_rest = None, True
+        # Torch's attention has no sinks.
+        more, implementation = None, "eager"
+        found = read(0)
+    if found is None:
+        implementation, has_rest = "sdpa", True
         found = read(0)
     if found is None:
         return looks, why
@@ -729,4 +752,5 @@ def _read(module: nn.Module, function: Any) -> tuple[dict[Any, Any], Reading | s
         has_cache=is_same(cached),
         has_eager=found.interface is not None and is_same(read(0, implementation="eager")),
         slot=cached.slot if cached else "",
+        implementation=implementation,
     )

@@ -41,6 +41,7 @@ __all__ = [
     "Path",
     "Rows",
     "Scores",
+    "Sinks",
     "Slot",
     "Unknown",
 ]
@@ -104,6 +105,13 @@ class Bias(Rows):
     name: str
 
 
+@dataclass(eq=False)
+class Sinks(Rows):
+    """A parameter with one score for each head: which head each is of."""
+
+    path: Path
+
+
 class Masking(NamedTuple):
     """How scores by hand are masked.
 
@@ -131,7 +139,8 @@ _UNMASKED = Masking()
 
 @dataclass(eq=False)
 class Scores(Rows):
-    """Products of queries and keys, or their softmax: where each of them is."""
+    """Products of queries and keys, or their softmax: where each of them is. The last column may be
+    a sink."""
 
     query: Rows
     key: Rows
@@ -140,13 +149,22 @@ class Scores(Rows):
     masking: Masking = _UNMASKED
     p: float | None = None  # None before the softmax
     dropout: Path = ()
+    sinks: Path = ()
+    has_sink: bool = False
 
     @property
     def has_columns(self) -> bool:
         """Whether the last dimension has all scores of a row."""
         return self.at.flatten().equal(torch.arange(self.at.numel())) and (
-            self.at.shape[-1] == self.key.at.shape[-2]
+            self.at.shape[-1] == self.key.at.shape[-2] + self.has_sink
         )
+
+
+@dataclass(frozen=True)
+class Greatest:
+    """The greatest score of each row."""
+
+    scores: Scores
 
 
 # The second result of torch's attention, what nobody knows, and the least number of a dtype.
@@ -285,6 +303,8 @@ class Frame:
             return getattr(owner, name)
         if owner is FINFO and name == "min":
             return LEAST
+        if isinstance(owner, Greatest) and name == "values":
+            return owner
         raise Unknown(f"what `{ast.unparse(node)}` is is not known")
 
     def _Tuple(self, node: ast.Tuple | ast.List) -> Any:
@@ -309,6 +329,8 @@ class Frame:
     def _Subscript(self, node: ast.Subscript) -> Any:
         owner, index = self.value(node.value), self.value(node.slice)
         if isinstance(owner, Rows) and owner is not self.reader.input:
+            if isinstance(owner, Scores):
+                return self.reader.columns(owner, index)
             return replace(owner, at=owner.at[index])
         if isinstance(owner, tuple | list) and isinstance(index, int | slice):
             return owner[index]
@@ -346,7 +368,12 @@ class Frame:
             return Slot(first, second.name)
         if isinstance(first, Rows) and kind is ast.MatMult:
             return self.reader.product(first, second)
+        if isinstance(first, Rows) and isinstance(second, Sinks) and kind is ast.Sub:
+            return self.reader.less_sinks(first, second)
         if isinstance(first, Scores):
+            # A softmax is the same for scores less a number of their row.
+            if isinstance(second, Greatest) and second.scores is first and kind is ast.Sub:
+                return first
             if is_number and kind in (ast.Mult, ast.Div):
                 return self.reader.scaled(first, _OPERATORS[kind](1.0, second))
             if isinstance(second, Bias) and kind is ast.Add:
@@ -360,6 +387,8 @@ class Frame:
             return self.reader.added(first, second)
         if isinstance(first, Rows) and is_number and kind in (ast.Mult, ast.Div):
             return self.reader.with_step(first, ("scale", _OPERATORS[kind](1.0, second)))
+        if isinstance(first, Rows) and isinstance(second, Rows) and kind is ast.Mult:
+            return self.reader.times_part(first, second)
         if kind not in _OPERATORS:
             raise Unknown(f"what `{ast.unparse(node)[:60]}` is is not known")
         is_shape = isinstance(first, tuple) and isinstance(second, tuple) and kind is ast.Add
@@ -434,6 +463,8 @@ class Frame:
             return reader.product(*args)
         if any(function is one for one in _SOFTMAX) and isinstance(args[0], Scores):
             return reader.softmax(args[0], *args[1:], **kwargs)
+        if function is torch.logsumexp:
+            return reader.log_sums(*args, **kwargs)
         if function is torch.finfo:
             return FINFO
         if function in (torch.full, torch.tensor) and LEAST in args:
@@ -478,6 +509,11 @@ class Frame:
                 raise Unknown(f"its input is changed by {name}")
             if name in _CASTS:
                 return owner
+            if name == "sigmoid" and not args and not kwargs:
+                return reader.part_of(owner)
+            if name == "max" and isinstance(owner, Scores) and not args:
+                if owner.p is None and owner.has_columns and kwargs == {"dim": -1, "keepdim": True}:
+                    return Greatest(owner)
             if name == "softmax" and isinstance(owner, Scores):
                 return reader.softmax(owner, *args, **kwargs)
             if name == "masked_fill" and isinstance(owner, Scores) and args[1:] == [LEAST]:
@@ -524,6 +560,8 @@ class Frame:
         listed = args[0] if isinstance(args[0], tuple) else args
         tensors = [one for one in listed if isinstance(one, Rows)]
         is_scores = any(isinstance(one, Scores) for one in tensors)
+        if [*map(type, tensors)] == [Scores, Sinks] and function in (torch.cat, torch.concat):
+            return self.reader.with_sinks(*tensors, *args[1:], **kwargs)
         if not tensors or len({*map(type, tensors)}) > 1 or (is_scores and len(tensors) > 1):
             raise Unknown("it joins different tensors")
         values = [self.plain(function, one) for one in (*args, *kwargs.values())]

@@ -46,6 +46,11 @@ class Attention(BasicOperation, kind="Attention"):
     forward again. If the input is saved in 8 bits, backward runs forward again on what it decodes.
     The cache of a decoder, windows and soft caps are left to the caller: a window is a mask.
 
+    With `sinks`, a parameter `sinks[num_heads]` is the score of one more key of each head, which
+    every row reads and whose value is 0 (Xiao et al. 2023; gpt-oss): a row that reads nothing else
+    gives zeros. On the CPU and where torch's flash kernel runs, it is added to what the kernel
+    gives; else, on CUDA, scores are made for all heads at once. Autocast rounds it to its dtype.
+
     Under tensor parallelism the numbers of heads are those of a rank, which has the queries, keys
     and values of its heads: `PackedLinear(..., tensor_parallel_mode="column")`.
 
@@ -66,6 +71,7 @@ class Attention(BasicOperation, kind="Attention"):
 
     num_heads: int
     num_kv_heads: int
+    sinks: nn.Parameter | None
 
     def __init__(
         self,
@@ -78,6 +84,9 @@ class Attention(BasicOperation, kind="Attention"):
         p: float = 0.0,
         scale: float | None = None,
         mask: bool = False,
+        sinks: bool = False,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.num_heads = num_heads
@@ -98,6 +107,15 @@ class Attention(BasicOperation, kind="Attention"):
         self.p = p
         self.scale = scale
         self.num_extra_inputs = int(check_bool("Attention", "mask", mask))
+        has_sinks = check_bool("Attention", "sinks", sinks)
+        made = new_parameter("Attention", (num_heads,), device, dtype) if has_sinks else None
+        self.register_parameter("sinks", made)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Sets the scores of sinks to zero."""
+        if self.sinks is not None:
+            nn.init.zeros_(self.sinks)
 
     def _plan_note(self) -> str:
         if not (self.training and self.p):
@@ -108,7 +126,8 @@ class Attention(BasicOperation, kind="Attention"):
 
     def extra_repr(self) -> str:
         text = super().extra_repr()
-        return text + ", mask=True" * bool(self.num_extra_inputs)
+        text += ", mask=True" * bool(self.num_extra_inputs)
+        return text + ", sinks=True" * (self.sinks is not None)
 
 
 class QKNorm(BasicOperation, kind="QKNorm"):
