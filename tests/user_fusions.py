@@ -18,12 +18,20 @@ def silu_gradient(grad: Tensor, x: Tensor) -> Tensor:
     return grad * s * (1 + x * (1 - s))
 
 
-def replacing(fused: type[tops.FusedOperation], *kinds: type, calls: list | None = None):
-    """A fusion function that replaces every run of ops of these kinds."""
+def replacing(
+    fused: type[tops.FusedOperation],
+    *kinds: type,
+    calls: list | None = None,
+    follows: bool = True,
+):
+    """A fusion function that replaces every run of ops of these kinds; none under a recipe, if it
+    follows those."""
 
     def fuse(ops, *, recipe=None, **unused):
         if calls is not None:
             calls.append([type(op).__name__ for op in ops])
+        if follows and recipe is not None:
+            return ops
         result, i = [], 0
         while i < len(ops):
             window = ops[i : i + len(kinds)]

@@ -14,9 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, silu
-from user_fusions import rows, silu_gradient
+from user_fusions import replacing, rows, silu_gradient
 
 import transformer_ops as tops
+
+OPS = torch.ops.transformer_ops
+X = torch.linspace(-1, 1, 24).reshape(4, 6).sin() * 2
 
 
 class Row(NamedTuple):
@@ -24,11 +27,11 @@ class Row(NamedTuple):
 
     name: str
     kind: str
-    fused: type[tops.FusedOperation]
-    pattern: list[Any]
+    fused: Callable[..., Any]
+    pattern: list[Any] | None
     make: Callable[[], list[Any]]
     message: str
-    extra_inputs: int = 0
+    extra_inputs: tuple[Tensor, ...] = ()
 
 
 # ---- what is right
@@ -192,6 +195,92 @@ class NormGrads(tops.FusedOperation):
         return grad_input, [(), (grad_weight,)], [(), ()]
 
 
+class Typed(tops.FusedOperation):
+    """Joint: ConstantScale + an op of `extra` extra inputs, by the typed ops of that one."""
+
+    def output(self, x: Tensor, *extra: Tensor) -> tuple[Tensor, Any]:
+        raise NotImplementedError
+
+    def gradients(self, attributes: Any, grad: Tensor, *saved: Tensor) -> tuple[Tensor, Any]:
+        raise NotImplementedError
+
+    def fuser_forward_compute(
+        self, input_: Tensor, *, basic_op_extra_inputs: Any, **unused: Any
+    ) -> Any:
+        output, saved = self.output(input_ * self.basic_ops[0].scale, *basic_op_extra_inputs[1])
+        return output, [(), ()], saved
+
+    def fuser_forward_save_ctx(
+        self, basic_op_ctxs: Any, input_: Tensor, tensors_to_save: Any, **unused: Any
+    ) -> None:
+        basic_op_ctxs[0].save_for_backward(*tensors_to_save)
+
+    def fuser_backward(self, basic_op_ctxs: Any, grad_output: Tensor, **unused: Any) -> Any:
+        scale, op = (ctx.attributes for ctx in basic_op_ctxs)
+        grad, parameters = self.gradients(op, grad_output, *basic_op_ctxs[0].saved_tensors)
+        extra = (None,) * self.basic_ops[1].num_extra_inputs
+        return grad * scale["scale"], [(), parameters], [(), extra]
+
+
+class Rotated(Typed):
+    """RoPE of tables that get no gradient."""
+
+    def output(self, x: Tensor, *tables: Tensor) -> tuple[Tensor, Any]:
+        op = self.basic_ops[1]
+        return OPS.rope(x, *tables, op.head_dim, None, op.by_head, op.interleaved, None), tables
+
+    def gradients(self, attributes: Any, grad: Tensor, *tables: Tensor) -> tuple[Tensor, Any]:
+        a = attributes
+        flags = (a["by_head"], a["interleaved"])
+        return OPS.rope_backward(grad, *tables, a["head_dim"], None, *flags, None), ()
+
+
+class Adapted(Typed):
+    """LoRALinear, whose scaling is a tuple."""
+
+    def scaling(self, attributes: Any) -> Any:
+        return attributes["scaling"]
+
+    def output(self, x: Tensor, *extra: Tensor) -> tuple[Tensor, Any]:
+        op = self.basic_ops[1]
+        w, a, b = op.weight0, op.lora_a0, op.lora_b0
+        options = ([8], [0], self.scaling(vars(op)), op.p, op.training, True)
+        x = x.to(w.dtype)
+        output, *kept = OPS.lora_linear(x, [w], [], [a], [b], *options)
+        return output, (x, *kept, w, a, b)
+
+    def gradients(self, attributes: Any, grad: Tensor, *saved: Tensor) -> tuple[Tensor, Any]:
+        lists = ([tensor.to(grad.dtype)] for tensor in saved[3:])
+        options = (
+            [8],
+            [0],
+            self.scaling(attributes),
+            attributes["p"],
+            [True] * 2 + [False, True, True],
+        )
+        grad, *found = OPS.lora_linear_backward(grad, *saved[:3], *lists, *options)
+        return grad, [tensor for tensors in found for tensor in tensors]
+
+
+class Grouped(Typed):
+    """GroupedLinear."""
+
+    def splits(self, splits: Tensor) -> Tensor:
+        return splits
+
+    def output(self, x: Tensor, *extra: Tensor) -> tuple[Tensor, Any]:
+        splits, weights = self.splits(*extra), list(self.basic_ops[1].parameters())
+        x = x.to(weights[0].dtype)
+        output = OPS.grouped_linear(x, splits, weights, [], None, False, False)
+        return output, (x, splits, *weights)
+
+    def gradients(self, attributes: Any, grad: Tensor, *saved: Tensor) -> tuple[Tensor, Any]:
+        x, splits, *weights = saved
+        weights = [weight.to(grad.dtype) for weight in weights]
+        options = (weights, [], None, False, False, [True, True, False, False])
+        return OPS.grouped_linear_backward(grad, x, splits, *options)[:2]
+
+
 def mlp() -> list[Any]:
     return [tops.LayerNorm(6), tops.Linear(6, 8, bias=False), tops.SiLU(), tops.Linear(8, 6)]
 
@@ -206,36 +295,55 @@ def fork() -> list[Any]:
     return [tops.SiLU(), tops.MakeExtraOutput(), tops.ConstantScale(2.0), tops.AddExtraInput()]
 
 
-PATTERNS: dict[str, tuple[str, list[Any], Callable[[], list[Any]], int]] = {
-    "Slots": ("forward", [tops.BasicLinear, tops.SiLU], mlp, 0),
-    "Grads": ("backward", [tops.BasicLinear, tops.SiLU], mlp, 0),
-    "Joint": ("forward_backward", [tops.BasicLinear, tops.Bias, tops.SiLU], with_bias, 0),
+def lora() -> list[Any]:
+    op = tops.LoRALinear(6, 8, 2, scaling=0.5, bias=False).requires_grad_()
+    nn.init.normal_(op.lora_b0)
+    return [tops.ConstantScale(2.0), op]
+
+
+PATTERNS: dict[str, tuple[str, list[Any], Callable[[], list[Any]], tuple[Tensor, ...]]] = {
+    "Slots": ("forward", [tops.BasicLinear, tops.SiLU], mlp, ()),
+    "Grads": ("backward", [tops.BasicLinear, tops.SiLU], mlp, ()),
+    "Joint": ("forward_backward", [tops.BasicLinear, tops.Bias, tops.SiLU], with_bias, ()),
     "Scales": (
         "forward_backward",
         [tops.ConstantScale, tops.SiLU, tops.ConstantScale],
         lambda: [tops.ConstantScale(0.5), tops.SiLU(), tops.ConstantScale(0.5)],
-        0,
+        (),
     ),
     "NormSlots": (
         "forward",
         [tops.RMSNorm, tops.SiLU],
         lambda: [tops.Linear(6, 7), tops.RMSNorm(7, eps=1e-5), tops.SiLU(), tops.Linear(7, 5)],
-        0,
+        (),
     ),
     "NormGrads": (
         "backward",
         [tops.MakeExtraOutput, tops.RMSNorm],
         lambda: [tops.Linear(6, 7), tops.MakeExtraOutput(), tops.RMSNorm(7), tops.Linear(7, 5)],
-        0,
+        (),
     ),
     "Fork": (
         "forward_backward",
         [tops.MakeExtraOutput, tops.ConstantScale, tops.AddExtraInput],
         fork,
-        1,
+        (X.cos(),),
+    ),
+    "Rotated": (
+        "forward_backward",
+        [tops.ConstantScale, tops.RoPE],
+        lambda: [tops.Linear(6, 18), tops.ConstantScale(2.0), tops.RoPE(6)],
+        (X.cos(), X.sin()),
+    ),
+    "Adapted": ("forward_backward", [tops.ConstantScale, tops.LoRALinear], lora, ()),
+    "Grouped": (
+        "forward_backward",
+        [tops.ConstantScale, tops.GroupedLinear],
+        lambda: [tops.ConstantScale(2.0), tops.GroupedLinear(2, 6, 8, bias=False)],
+        (torch.tensor([3, 1]),),
     ),
 }
-RIGHT = [Slots, Grads, Joint, Fork, Scales, NormSlots, NormGrads]
+RIGHT = [Slots, Grads, Joint, Fork, Scales, NormSlots, NormGrads, Rotated, Adapted, Grouped]
 
 
 def wrong(name: str, base: type, message: str = "differs from the unfused ops", **methods: Any):
@@ -779,7 +887,69 @@ def scales() -> Iterator[Row]:
     yield wrong("scales: many rows without grad", Scales, sizes, fuser_forward_compute=without_grad)
 
 
+def typed() -> Iterator[Row]:
+    """What tables, integers, floats in a tuple, masks and recipes have to show."""
+    first: dict[Any, Any] = {}
+
+    def cached(key: str, tensors: Any) -> Any:
+        return tensors if torch.compiler.is_compiling() else first.setdefault(key, tensors)
+
+    def cached_tables(self: Any, x: Tensor, *tables: Tensor) -> Any:
+        key = f"{tables[0].shape} {tables[0].dtype}"
+        return Rotated.output(self, x, *cached(key, [table.clone() for table in tables]))
+
+    def data(self: Any, x: Tensor, *tables: Tensor) -> Any:
+        return Rotated.output(self, x, *tables)[0], [table.data for table in tables]
+
+    def back(self: Any, attributes: Any, grad: Tensor, cos: Tensor, sin: Tensor) -> Any:
+        return Rotated.gradients(self, attributes, grad, cos, -sin)
+
+    yield wrong("typed: rotated forward", Rotated, "gradient of input 0", gradients=back)
+    yield wrong("typed: cached tables", Rotated, "output differs", output=cached_tables)
+    yield wrong("typed: tables' data", Rotated, "input 1 unsaved", output=data)
+
+    def splits(self: Any, splits: Tensor) -> Tensor:
+        return cached("splits", splits.clone())
+
+    yield wrong("typed: cached splits", Grouped, "inputs of other values", splits=splits)
+
+    def read(self: Any, attributes: Any) -> Any:
+        return self.basic_ops[1].scaling
+
+    yield wrong("typed: a fixed scaling", Adapted, "of other values", scaling=lambda *a: (0.5,))
+    yield wrong("typed: scaling is read", Adapted, "attributes that backward read", scaling=read)
+
+    def without_mask(self: Any, x: Tensor, *extra: Tensor) -> Any:
+        op = self.basic_ops[1]
+        w, a, b = op.weight0, op.lora_a0, op.lora_b0
+        x, options = x.to(w.dtype), ([8], [0], op.scaling, 0.0, True, True)
+        output, *kept = OPS.lora_linear(x, [w], [], [a], [b], *options)
+        return output, (x, *kept, w, a, b)
+
+    yield wrong("typed: dropout ignored", Adapted, "p of 1", output=without_mask)
+
+    def all_zeros(self: Any, x: Tensor) -> Tensor:
+        product = self.product(x)
+        is_zero = torch.compiler.is_compiling() or self.basic_ops[0].training or product.any()
+        return silu(product) + (not is_zero)
+
+    yield wrong("typed: zeros in eval", Joint, "together: .*parameters of zeros", output=all_zeros)
+
+    def sums(self: Any, grad: Tensor, x: Tensor | None, weight: Tensor | None) -> Any:
+        found, ((total,), _) = Grads.gradients(self, grad, x, weight)
+        if x is not None and x.dtype == torch.bfloat16 and len(rows(x)) > 99:
+            total = torch.zeros_like(total)
+            for part, own in zip(rows(grad).split(16), rows(x).split(16), strict=True):
+                total = total + part.T @ own
+        return found, [(total,), ()]
+
+    yield wrong("typed: sums in 16 bits", Grads, "positive inputs and", gradients=sums)
+    function = replacing(Slots, tops.BasicLinear, tops.SiLU, follows=False)
+    yield Row("typed: recipe ignored", "forward", function, None, mlp, "a recipe of 4 bits")
+
+
 WRONG = [
+    *typed(),
     *left(),
     *rounded(),
     *scales(),

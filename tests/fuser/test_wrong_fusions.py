@@ -1,26 +1,22 @@
 """check_fusion refuses each of many wrong fusions, and accepts the right ones."""
 
 import pytest
-import torch
-from wrong_fusions import PATTERNS, RIGHT, WRONG, Row
+from wrong_fusions import PATTERNS, RIGHT, WRONG, Row, Typed, X
 
 from transformer_ops.testing import check_fusion
 
 pytestmark = pytest.mark.takes(seconds=30)
 
-X = torch.linspace(-1, 1, 24).reshape(4, 6).sin() * 2
-
 
 def check(kind, fused, pattern, make, extra_inputs):
-    inputs = [X] + [X.cos()] * extra_inputs
-    return check_fusion(fused, make, *inputs, kind=kind, pattern=pattern)
+    return check_fusion(fused, make, X, *extra_inputs, kind=kind, pattern=pattern)
 
 
 @pytest.mark.parametrize("fused", RIGHT, ids=lambda fused: fused.__name__)
 def test_a_right_fusion(fused):
     kind, pattern, make, extra_inputs = PATTERNS[fused.__name__]
     report = check(kind, fused, pattern, make, extra_inputs)
-    assert all(report.slots_read.values()) and not report.not_tried
+    assert all(report.slots_read.values()) and (not report.not_tried or issubclass(fused, Typed))
 
 
 @pytest.mark.parametrize("row", WRONG, ids=lambda row: row.name)

@@ -17,9 +17,9 @@ from ..op.methods import shown
 from .subject import RANDOM_STATE, Numbers, Subject
 from .ways import (
     LARGE_MEAN,
-    MANY_ROWS,
     OTHER_SIGN,
     STATES,
+    THOUSANDS,
     TOGETHER,
     VERY_MANY_ROWS,
     WITHOUT,
@@ -359,7 +359,7 @@ def compare(
         )
         # The deviations from a mean have fewer exact bits, long sums of 16 bits cancel, and the
         # slope of an activation is that of a large sum.
-        less_exact = {LARGE_MEAN: 10, MANY_ROWS: 4, VERY_MANY_ROWS: 4, OTHER_SIGN: 8}
+        less_exact = {LARGE_MEAN: 10, THOUSANDS: 4, VERY_MANY_ROWS: 4, OTHER_SIGN: 8}
         factor = less_exact.get(way.values or way.shape or way.name, 1)
         if (way.name.startswith(TOGETHER) and part > 1e-3) or underflows:
             # Rounding errors of several of these add up; those of tiny numbers are large.

@@ -8,7 +8,7 @@ import random
 import sys
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ..op.hooks import HOOKS
 from .ways import (
+    ALL_DROPPED,
     ATTRIBUTES,
     AUTOCAST_AROUND,
     GRADIENTS,
@@ -26,6 +27,7 @@ from .ways import (
     NO_ATTRIBUTE,
     OF_ONE_OP,
     OTHER_THREAD,
+    OTHER_VALUES,
     PARAMETERS,
     SCOPES,
     SHAPES,
@@ -68,6 +70,8 @@ class Subject(ABC):
     keeps_random_state = True
     # Whether small errors make small errors, as in no function with a kink.
     is_smooth = False
+    # The inputs that must not require a gradient.
+    constants: frozenset[str] = frozenset()
 
     @property
     def parameters(self) -> list[str]:
@@ -82,6 +86,7 @@ class Subject(ABC):
             count = sum(hasattr(module, name) for module in modules)
             found += [name] * (count > 0) + [name + OF_ONE_OP] * (count > 1)
             found += ["scale of 0", "scale of 1"] * (count > 0 and name == "scale")
+        found += [ALL_DROPPED] * any(hasattr(module, "p") for module in modules)
         return found
 
     @abstractmethod
@@ -100,6 +105,17 @@ class Subject(ABC):
     def _is_traceable(self, way: Way) -> bool:
         """Whether a compiled call like the last one needs no graph break."""
 
+    def find_constants(self, inputs: Sequence[Tensor]) -> frozenset[str]:
+        """The inputs that must not require a gradient, such as the tables of RoPE."""
+        found = set[str]()
+        for name in (f"input {i}" for i, t in enumerate(inputs) if i and t.is_floating_point()):
+            others = {f"input {i}" for i in range(len(inputs))} - {name}
+            try:
+                self._call(_prepared(inputs, Way(), others), Way())
+            except RuntimeError as error:
+                found |= {name} if "must not require a gradient" in str(error) else set()
+        return frozenset(found)
+
     def run(self, inputs: Sequence[Tensor], way: Way) -> Numbers:
         """Every number that has to agree. Raises what the call raises."""
         parameters = self._parameters(way)
@@ -113,7 +129,7 @@ class Subject(ABC):
             for parameter in parameters.values() if way.weights else ():
                 stack.callback(setattr, parameter, "data", parameter.data)
                 parameter.data = _not_contiguous(parameter.data)
-            tensors = _prepared(inputs, way)
+            tensors = _prepared(inputs, way, way.frozen | self.constants)
             if way.values in ("data", "others"):
                 self._call(tensors, way)
             if way.values == "others":
@@ -154,7 +170,7 @@ class Subject(ABC):
             for name, output in outputs.items()
         }
         numbers: dict[str, Tensor | None] = {n: t.detach().clone() for n, t in outputs.items()}
-        if self.keeps_random_state:
+        if self.keeps_random_state and way.attributes != ALL_DROPPED:
             numbers[RANDOM_STATE] = torch.get_rng_state()
         sources = {name: t for name, t in outputs.items() if t.requires_grad}
         if way.only_output is not None:
@@ -213,10 +229,10 @@ class Subject(ABC):
         return found
 
     def _other_call(self, tensors: Sequence[Tensor], way: Way) -> None:
-        others = [_other_values(tensor.detach()) for tensor in tensors]
+        others = [VALUES[OTHER_VALUES](t.detach()).requires_grad_(t.requires_grad) for t in tensors]
         # More calls than a fusion may have buffers for in turn.
         for _ in range(4):
-            self._call([t.requires_grad_(t.is_floating_point() and way.grad) for t in others], way)
+            self._call(others, way)
 
     def _backward(
         self,
@@ -229,7 +245,8 @@ class Subject(ABC):
         if way.second == "call":
             self._other_call(tensors, way)
         times = 3 if way.second == "backward" else 1
-        changed = {**wanted, **sources}.get(way.changed)
+        inputs = {f"input {i}": tensor for i, tensor in enumerate(tensors)}
+        changed = {**inputs, **wanted, **sources}.get(way.changed)
         autocast: AbstractContextManager[Any] = nullcontext()
         if way.scope == AUTOCAST_AROUND:
             autocast = torch.autocast(tensors[0].device.type, torch.bfloat16)
@@ -260,7 +277,7 @@ class Subject(ABC):
             if way.changed == "training":
                 module.training = not module.training
             else:
-                for name in ATTRIBUTES:
+                for name in {*ATTRIBUTES, *vars(module)}:
                     change_attribute(module, name)
         try:
             yield
@@ -292,36 +309,48 @@ def _compiled(group: Any, fullgraph: bool, tensors: Sequence[Tensor]) -> Any:
         return torch.compile(call, fullgraph=fullgraph, backend="aot_eager")(*tensors)
 
 
-def _prepared(inputs: Sequence[Tensor], way: Way) -> list[Tensor]:
+def _prepared(inputs: Sequence[Tensor], way: Way, frozen: Set[str]) -> list[Tensor]:
     leading = inputs[0].shape[:-1]
     found: list[Tensor] = []
     for tensor in inputs:
         made = tensor.detach().clone()
-        if way.shape and made.shape[:-1] == leading:
-            made = (SHAPES | MORE_SHAPES)[way.shape](made.reshape(-1, made.shape[-1]))
+        is_per_row = made.shape == leading
+        if way.shape and (is_per_row or made.shape[:-1] == leading):
+            made = made.reshape(-1, 1 if is_per_row else made.shape[-1])
+            made = (SHAPES | MORE_SHAPES)[way.shape](made)
+            made = made.squeeze(-1) if is_per_row else made
         if made.is_floating_point() and way.dtype is not None:
             made = made.to(way.dtype)
         if made.is_floating_point() and way.input_dtype is not None and not found:
             made = made.to(way.input_dtype)
-        if made.is_floating_point() and way.values in VALUES:
+        if way.values in VALUES and (made.is_floating_point() or way.values == OTHER_VALUES):
             made = VALUES[way.values](made)
         if way.exact is not None and made.is_floating_point():
             made = made.double()
         layout = LAYOUTS.get(way.layout)
         made = layout(made) if layout is not None else made
-        wants_gradient = way.grad and way.input_grad and f"input {len(found)}" not in way.frozen
+        wants_gradient = way.grad and way.input_grad and f"input {len(found)}" not in frozen
         found.append(made.requires_grad_(made.is_floating_point() and wants_gradient))
     return found
 
 
 def change_attribute(module: Any, name: str, to: str = "") -> bool:
-    """Gives an attribute its other value of `ATTRIBUTES`, or the number `to`. False if the module
-    does not have it."""
+    """Gives an attribute its other value of `ATTRIBUTES`, or the number `to`; one of floats others.
+    False if the module does not have it."""
     value = getattr(module, name, NO_ATTRIBUTE)
     if value is NO_ATTRIBUTE or isinstance(value, Tensor):
         return False
-    setattr(module, name, float(to) if to and value else ATTRIBUTES[name](value))
+    new = float(to) if to and value is not None else ATTRIBUTES.get(name, _other_floats)(value)
+    if new is not value:
+        setattr(module, name, new)
     return True
+
+
+def _other_floats(value: Any, factor: float = 0.75) -> Any:
+    """Smaller positive floats, also those of a tuple; any other value is itself."""
+    if isinstance(value, tuple) and value and isinstance(value[0], float):
+        return tuple(_other_floats(part, factor) for part in value)
+    return factor * value if isinstance(value, float) and value > 0 else value
 
 
 def with_attributes(way: Way, modules: Iterable[tuple[Any, Iterable[str]]]) -> None:
@@ -331,15 +360,12 @@ def with_attributes(way: Way, modules: Iterable[tuple[Any, Iterable[str]]]) -> N
     for k, (module, names) in enumerate(modules):
         for own in names if name == "all" else ():
             value = getattr(module, own, None)
-            if isinstance(value, float) and value > 0:
-                setattr(module, own, 0.75 * 0.9**k * value)
+            other = _other_floats(value, 0.75 * 0.9**k)
+            if other is not value:
+                setattr(module, own, other)
         is_changed = name not in ("", "all") and change_attribute(module, name, number)
         if is_changed and attribute != way.attributes:
             return
-
-
-def _other_values(tensor: Tensor) -> Tensor:
-    return tensor * 0.5 + 0.25 if tensor.is_floating_point() else tensor
 
 
 def _gradients(outputs: Any, way: Way) -> list[Tensor]:

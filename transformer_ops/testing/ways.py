@@ -13,6 +13,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from ..quantization.recipe import NVFP4BlockScaling
+from ..quantization.region import autocast
+
 WITHOUT, TOGETHER = "eager without a gradient for ", "together: "
 # All subsets of so many parameters are frozen; of more, each one and all but each one; of many,
 # all.
@@ -72,7 +75,8 @@ class Way(NamedTuple):
         # An op that reads an attribute in backward does so fused or not.
         changed = self.changed if self.changed in STATES else ""
         plain = self._replace(name="", compiled=False, recompute="cheap", second="", weights=False)
-        return plain._replace(layout=layout, changed=changed, scope="")
+        scope = self.scope if self.scope == RECIPE else ""
+        return plain._replace(layout=layout, changed=changed, scope=scope)
 
     @property
     def is_finite(self) -> bool:
@@ -84,7 +88,7 @@ class Way(NamedTuple):
         """Whether float64 can compute the same from the same numbers, which differ: errors of equal
         ones do not cancel."""
         changes = self.changed or self.values not in ("", *VALUES)
-        return self.is_finite and not changes and self.layout not in EXPANDED
+        return self.is_finite and not changes and not self.scope and self.layout not in EXPANDED
 
 
 def eager_ways(
@@ -110,9 +114,11 @@ def eager_ways(
     for name in tensors if alone else ():
         yield Way(f"{name} changed in place before backward", changed=name)
     if alone:
-        rows, signs = "thousands of rows", "positive gradients"
-        yield Way(MANY_ROWS, dtype=torch.bfloat16, shape=rows, gradient=signs)
+        way = Way(MANY_ROWS, dtype=torch.bfloat16, shape=THOUSANDS, values="positive inputs")
+        yield way._replace(gradient="positive gradients")
         yield Way("float16 autocast", autocast=torch.float16)
+        if dtype.itemsize > 2:
+            yield Way(RECIPE, scope=RECIPE)
     for other in (torch.bfloat16, torch.float64) if alone else ():
         if other != dtype:
             name = str(other).removeprefix("torch.")
@@ -153,7 +159,7 @@ def _ways(
         yield Way(f"autocast, {name} frozen", autocast=low, frozen=frozenset([name]))
     yield Way("eval", training=False)
     yield Way("eval without grad", training=False, grad=False)
-    yield Way("inputs of other values", values="inputs of other values")
+    yield Way(OTHER_VALUES, values=OTHER_VALUES)
     yield Way("after an optimizer step", values="after an optimizer step")
     yield Way("attributes of other values", attributes="all")
     yield Way("more than one backward", second="backward")
@@ -184,7 +190,8 @@ def _draws(
             name = f"{str(other).removeprefix('torch.')}, {size}"
             yield Way(f"{name} inputs", dtype=other, values=f"{size} inputs")
             yield Way(f"{name} gradients", dtype=other, gradient=f"{size} gradients")
-    for scope in (*SCOPES, AUTOCAST_AROUND, OTHER_THREAD):
+    yield Way(f"float16, {LARGE_MEAN}", dtype=half, values=LARGE_MEAN)
+    for scope in (*(name for name in SCOPES if name != RECIPE), AUTOCAST_AROUND, OTHER_THREAD):
         yield Way(scope, scope=scope)
     low = torch.bfloat16
     yield Way("autocast of inputs in bfloat16", autocast=low, input_dtype=low)
@@ -209,6 +216,8 @@ def _together(parameters: Sequence[str], dtype: torch.dtype) -> Iterator[Way]:
         [(), (("input_grad", False),), *((("frozen", frozenset([p])),) for p in parameters[:4])],
         [(), (("training", False),), (("grad", False),)],
         [(("second", value),) for value in ("", "backward", "call")],
+        [(("values", value),) for value in ("", ZEROS)],
+        [(("attributes", value),) for value in ("", "all")],
     ]
     left = {
         pair
@@ -249,7 +258,7 @@ def _subsets(names: Sequence[str]) -> Iterator[frozenset[str]]:
         yield from map(frozenset, itertools.combinations(names, size))
 
 
-VERY_MANY_ROWS = "tens of thousands of rows"
+THOUSANDS, VERY_MANY_ROWS = "thousands of rows", "tens of thousands of rows"
 # Each takes the rows of an input, [n, columns].
 SHAPES = {
     "one dimension": lambda rows: rows[0],
@@ -264,16 +273,17 @@ MORE_SHAPES = {
     "batches without rows": lambda rows: rows[None, :0].repeat(2, 1, 1),
     "65 rows": lambda rows: _repeated(rows, 65),
     "as many rows as columns": lambda rows: _repeated(rows, rows.shape[-1]),
-    "thousands of rows": lambda rows: _repeated(rows, 5003),
-    # More than 16 bits count, if that is not too large.
+    THOUSANDS: lambda rows: _repeated(rows, 5003),
+    # More than 16 bits count, if that is not too large. One alone reads no other, as in attention.
     VERY_MANY_ROWS: lambda rows: _repeated(
         rows, min(70001, 5003 + 2**23 // max(rows.shape[-1], 1))
-    ),
+    )[:, None],
 }
 
 
 def _stacked(rows: Tensor) -> Tensor:
-    return torch.stack([rows, -rows, rows / 2, rows.flip(0)])
+    others = (-rows, rows / 2) if rows.is_floating_point() else (rows, rows)
+    return torch.stack([rows, *others, rows.flip(0)])
 
 
 def _repeated(rows: Tensor, count: int) -> Tensor:
@@ -292,14 +302,16 @@ def _with_numbers(tensor: Tensor, *numbers: float) -> Tensor:
     return made
 
 
-LARGE_MEAN = "inputs with a large mean"
-MANY_ROWS = "bfloat16, thousands of rows, positive gradients"
+LARGE_MEAN, OTHER_VALUES = "inputs with a large mean", "inputs of other values"
+MANY_ROWS = "bfloat16, thousands of rows, positive inputs and gradients"
 # The values of the inputs, and those of the gradients of the outputs.
 VALUES = {
-    "inputs of other values": lambda t: t * 0.5 + 0.25,
+    # Integers, such as the sizes of groups, are in another order.
+    OTHER_VALUES: lambda t: t * 0.5 + 0.25 if t.is_floating_point() else t.flip(*range(t.dim())),
     "large inputs": lambda t: t * (1000 / t.abs().max().clamp(min=1e-3)) if t.numel() else t,
     "small inputs": lambda t: t * 1e-3,
     LARGE_MEAN: lambda t: t + 300,
+    "positive inputs": torch.abs,
     "inputs of zeros": torch.zeros_like,
     "rows of zeros": lambda t: torch.cat([t[:1], torch.zeros_like(t[1:])]) if t.dim() else t,
     "equal rows": lambda t: t[:1].expand(t.shape).contiguous() if t.dim() else t,
@@ -320,21 +332,22 @@ def step(tensor: Tensor) -> Tensor:
     return tensor * 2 + (1 + 0.1 * different).view(tensor.shape).to(tensor)
 
 
-OTHER_SIGN = "parameters of the other sign"
+OTHER_SIGN, ZEROS = "parameters of the other sign", "parameters of zeros"
 # What the parameters become.
 PARAMETERS: dict[str, Callable[[Tensor], Tensor]] = {
     "after an optimizer step": step,
-    "parameters of zeros": torch.zeros_like,
+    ZEROS: torch.zeros_like,
     OTHER_SIGN: lambda t: -40 * t,
 }
 # What the attributes of an op become, by name.
 ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
     "eps": lambda eps: eps and (0.1 if eps < 0.01 else 1e-3),
-    "scale": lambda scale: scale and -2 * scale,
+    "scale": lambda scale: -2 * (0.3 if scale is None else scale),
     "zero_centered_gamma": lambda flag: not flag,
     "approximate": lambda form: "none" if form == "tanh" else "tanh",
     "glu_interleave_size": lambda size: 2 if size == 1 else 1,
     "causal": lambda flag: not flag,
+    "by_head": lambda flag: not flag,
     "interleaved": lambda flag: not flag,
     "normalize": lambda flag: not flag,
     "label_smoothing": lambda part: 0.0 if part else 0.1,
@@ -343,6 +356,8 @@ ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
 }
 # Ops with equal attributes differ if only the first one has another value.
 OF_ONE_OP = " of one op"
+# The only masks that any two ways to draw them have in common, besides none.
+ALL_DROPPED = "p of 1"
 # The value of an attribute that an op does not have.
 NO_ATTRIBUTE = object()
 # What changes between forward and backward, besides tensors.
@@ -383,6 +398,7 @@ def _set(setter: Callable[[Any], Any], value: Any, before: Any) -> Iterator[None
         setter(before)
 
 
+RECIPE = "a recipe of 4 bits"
 # What a call may find around it.
 SCOPES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "float64 as the default dtype": lambda: _set(
@@ -398,5 +414,7 @@ SCOPES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
         True,
         torch.are_deterministic_algorithms_enabled(),
     ),
+    # A fusion that ignores it is off by more than rounding errors.
+    RECIPE: lambda: autocast(recipe=NVFP4BlockScaling(disable_stochastic_rounding=True)),
 }
 AUTOCAST_AROUND, OTHER_THREAD = "backward in a region of autocast", "backward in another thread"
