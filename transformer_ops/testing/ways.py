@@ -190,7 +190,6 @@ def _draws(
             name = f"{str(other).removeprefix('torch.')}, {size}"
             yield Way(f"{name} inputs", dtype=other, values=f"{size} inputs")
             yield Way(f"{name} gradients", dtype=other, gradient=f"{size} gradients")
-    yield Way(f"float16, {LARGE_MEAN}", dtype=half, values=LARGE_MEAN)
     for scope in (*(name for name in SCOPES if name != RECIPE), AUTOCAST_AROUND, OTHER_THREAD):
         yield Way(scope, scope=scope)
     low = torch.bfloat16
