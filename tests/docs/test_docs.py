@@ -40,6 +40,18 @@ def test_python_blocks(page):
         assert printed == shown[1]
 
 
+@pytest.mark.parametrize(
+    ("page", "sentence"),
+    [
+        ("quantization.md", "A write through `weight.data` or numpy is not noticed"),
+        ("differences.md", "`RMSNorm(n)` has `eps=1e-5`"),
+        ("differences.md", "At exactly the limit of a clamped unit"),
+    ],
+)
+def test_a_page_says_what_users_met(page, sentence):
+    assert sentence in (ROOT / "docs" / page).read_text(encoding="utf-8")
+
+
 def test_a_first_fusion_is_short():
     """Forward, backward, registration and check."""
     code = CODE.findall((ROOT / "docs" / "first-fusion.md").read_text(encoding="utf-8"))
