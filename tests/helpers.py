@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from xml.etree import ElementTree
@@ -117,6 +117,34 @@ def storage_bytes(tensors: list[Tensor]) -> int:
     """Bytes of the distinct storages of the tensors."""
     storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
     return sum(storages.values())
+
+
+@contextmanager
+def saved_tensors() -> Iterator[list[Tensor]]:
+    """The tensors that calls save for backward."""
+    found: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield found
+
+
+def without_parameters(tensors: list[Tensor], module: torch.nn.Module) -> list[Tensor]:
+    own = {p.untyped_storage()._cdata for p in module.parameters()}
+    return [t for t in tensors if t.untyped_storage()._cdata not in own]
+
+
+def saved_bytes(
+    module: torch.nn.Module, *inputs: Tensor, call: Callable[..., Any] | None = None
+) -> int:
+    """Bytes of the distinct storages that the call of a module saves, without its parameters; by
+    `call`, of a call that runs the module."""
+    with saved_tensors() as found:
+        (call or module)(*inputs)
+    return storage_bytes(without_parameters(found, module))
 
 
 def widened_bytes(rows: int, inner: int, columns: int) -> int:

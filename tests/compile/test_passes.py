@@ -5,7 +5,7 @@ import functools
 
 import pytest
 import torch
-from helpers import as_tuple, assert_equal, leaf
+from helpers import as_tuple, assert_equal, leaf, saved_bytes
 from op_cases import run_seeded
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
@@ -131,19 +131,8 @@ def test_saved_bytes_are_those_of_eager_mode(name):
     module = MODULES[name]()
 
     def saved(call):
-        own = {p.untyped_storage().data_ptr() for p in module.parameters()}
-        storages = {}
-
-        def pack(tensor):
-            storage = tensor.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
-            return tensor
-
         x = leaf(torch.randn(5, 16))
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            outputs = run_seeded(call, x)
-        del outputs
-        return sum(size for address, size in storages.items() if address not in own)
+        return saved_bytes(module, x, call=lambda x: run_seeded(call, x))
 
     assert saved(torch.compile(module, fullgraph=True)) == saved(module)
 

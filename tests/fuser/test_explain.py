@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import explained
+from helpers import explained, saved_bytes
 from torch import Tensor, nn
 
 import transformer_ops as tops
@@ -90,23 +90,6 @@ def residual_block(channel: str = "residual") -> tops.Sequential:
 def called(module: Any, *shape: int, **factory: Any) -> Any:
     module(torch.randn(*shape or (6, 16), requires_grad=True, **factory))
     return module.explain()
-
-
-def measured_bytes(module: Any, *inputs: Tensor) -> int:
-    """What autograd keeps: distinct memory, parameters left out."""
-    parameters = {p.untyped_storage().data_ptr() for p in module.parameters()}
-    seen: dict[int, int] = {}
-    alive: list[Tensor] = []
-
-    def pack(tensor: Tensor) -> Tensor:
-        alive.append(tensor)
-        if tensor.untyped_storage().data_ptr() not in parameters:
-            seen[tensor.untyped_storage().data_ptr()] = tensor.numel() * tensor.element_size()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        module(*inputs)
-    return sum(seen.values())
 
 
 # ---- text
@@ -339,7 +322,7 @@ BLOCKS = {
 def test_bytes_are_those_that_autograd_keeps(name: str, dtype: torch.dtype) -> None:
     module = BLOCKS[name]().to(dtype)
     x = torch.randn(5, 3, 16, dtype=dtype, requires_grad=True)
-    measured = measured_bytes(module, x)
+    measured = saved_bytes(module, x)
     (group,) = module.explain().groups
     assert group.saved.total == measured
     assert group.saved_a_row == pytest.approx(measured / 15)
@@ -350,14 +333,14 @@ def test_bytes_are_those_that_autograd_keeps(name: str, dtype: torch.dtype) -> N
 def test_bytes_under_autocast() -> None:
     module = gelu_mlp()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        measured = measured_bytes(module, torch.randn(6, 16, requires_grad=True))
+        measured = saved_bytes(module, torch.randn(6, 16, requires_grad=True))
     assert module.explain().groups[0].saved.total == measured
 
 
 def test_bytes_of_frozen_parameters() -> None:
     module = gelu_mlp()
     module[3].weight.requires_grad_(False)
-    measured = measured_bytes(module, torch.randn(6, 16, requires_grad=True))
+    measured = saved_bytes(module, torch.randn(6, 16, requires_grad=True))
     assert module.explain().groups[0].saved.total == measured
 
 
@@ -366,7 +349,7 @@ def test_bytes_of_python_steps(order: str) -> None:
     ops: list[Any] = [tops.RMSNorm(16), tops.BasicLinear(16, 8), tops.ConstantScale(0.5)]
     module = tops.Sequential(*ops, *([tops.GELU()] if order == "native after" else []))
     with tops.register_forward_backward_fusion(fuse_scaled_linear):
-        measured = measured_bytes(module, torch.randn(6, 16, requires_grad=True))
+        measured = saved_bytes(module, torch.randn(6, 16, requires_grad=True))
         (group,) = module.explain().groups
     assert group.saved.total == measured
     assert [slot.full_name for slot in group.forward[1].saves] == ["1.saved0", "1.saved2"]

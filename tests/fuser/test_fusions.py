@@ -4,7 +4,7 @@ import pytest
 import torch
 from checks import check_fusion, unfused
 from fusion_cases import CASES
-from helpers import as_tuple, assert_equal
+from helpers import as_tuple, assert_equal, saved_bytes
 from user_fusions import SingleSquare, gradients
 
 import transformer_ops as tops
@@ -29,21 +29,6 @@ def parameter_gradients(module, inputs):
 def names(plan, pass_name, ops):
     steps = plan.forward if pass_name == "forward" else plan.backward
     return [step.name for step in steps if step.ops == ops]
-
-
-def saved_bytes(module, *inputs):
-    """Bytes of the distinct tensors that a call saves, parameters left out."""
-    own = {p.untyped_storage()._cdata for p in module.parameters()}
-    kept = {}
-
-    def pack(tensor):
-        storage = tensor.untyped_storage()
-        kept[storage._cdata] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        module(*inputs)
-    return sum(size for storage, size in kept.items() if storage not in own)
 
 
 def near_misses(module, rule):

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 from checks import unfused
-from test_fusions import near_misses, saved_bytes
+from helpers import saved_bytes
+from test_fusions import near_misses
 from torch import Tensor
 
 import transformer_ops as tops

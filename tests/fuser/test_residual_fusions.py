@@ -5,7 +5,8 @@ from contextlib import nullcontext
 import pytest
 import torch
 from fusion_cases import forward_cases, residual_block
-from test_fusions import near_misses, saved_bytes, seeded, unfused
+from helpers import saved_bytes
+from test_fusions import near_misses, seeded, unfused
 
 import transformer_ops as tops
 

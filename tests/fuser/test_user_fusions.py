@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from helpers import saved_bytes, saved_tensors
 from torch._dynamo.testing import CompileCounterWithBackend
 from user_fusions import (
     AddNorm,
@@ -223,8 +224,7 @@ def test_second_backward(kind, fused, x):
 def test_saved_tensors_go_through_autograd(x):
     module = tops.Sequential(*make_ops())
     with tops.register_forward_backward_fusion(fuse(JointSplit)):
-        packed = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):
+        with saved_tensors() as packed:
             module(x.requires_grad_())
         storages = [t.untyped_storage()._cdata for t in packed]
         assert len(storages) == len(set(storages))
@@ -236,18 +236,10 @@ def test_saved_tensors_go_through_autograd(x):
 
 
 def test_a_joint_op_may_save_less(x):
-    def kept():
-        packed = {}
-        pack = lambda t: packed.update({t.untyped_storage()._cdata: t.nbytes}) or t  # noqa: E731
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-            module(x)
-        own = {p.untyped_storage()._cdata for p in module.parameters()}
-        return sum(size for storage, size in packed.items() if storage not in own)
-
     module = tops.Sequential(*make_ops()[:3], recompute="none")
-    before = kept()
+    before = saved_bytes(module, x)
     with tops.register_forward_backward_fusion(fuse(JointSplit)):
-        assert before - kept() == 2 * 3 * 8 * 4  # the SiLU's input
+        assert before - saved_bytes(module, x) == 2 * 3 * 8 * 4  # the SiLU's input
 
 
 @pytest.mark.parametrize(("kind", "fused"), FUSIONS)

@@ -5,8 +5,7 @@ import pickle
 
 import pytest
 import torch
-from helpers import explained
-from test_fusions import saved_bytes
+from helpers import explained, saved_bytes
 from user_fusions import gradients
 
 import transformer_ops as tops
@@ -219,20 +218,7 @@ def test_saved_bytes(block, dtype, tokens, h, f, compiled):
     module = tops.Sequential(*make(h, f)).to(dtype)
     x = torch.randn(tokens, h).to(dtype).requires_grad_()
     run = one_call(module, x, compiled)
-    own = {p.untyped_storage()._cdata for p in module.parameters()}
-    assert kept_bytes(run, x, own) == tokens * (width * dtype.itemsize + statistics)
-
-
-def kept_bytes(run, x, own):
-    kept = {}
-
-    def pack(tensor):
-        kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        run(x)
-    return sum(size for storage, size in kept.items() if storage not in own)
+    assert saved_bytes(module, x, call=run) == tokens * (width * dtype.itemsize + statistics)
 
 
 @pytest.mark.parametrize("compiled", [None, "aot_eager"])
@@ -241,8 +227,7 @@ def test_dropout_adds_at_most_one_bit(tokens, h, f, compiled):
     module = tops.Sequential(*residual(*mlp(h, f), p=0.1))
     x = torch.randn(tokens, h, requires_grad=True)
     run = one_call(module, x, compiled)
-    own = {p.untyped_storage()._cdata for p in module.parameters()}
-    assert kept_bytes(run, x, own) == tokens * ((h + f) * 4 + 8) + (tokens * h + 7) // 8
+    assert saved_bytes(module, x, call=run) == tokens * ((h + f) * 4 + 8) + (tokens * h + 7) // 8
 
 
 @pytest.mark.parametrize("compiled", [None, "aot_eager"])
@@ -250,8 +235,7 @@ def test_relu_keeps_one_bit(compiled):
     module = tops.Sequential(tops.LayerNorm(33), tops.ReLU(), tops.Bias(33), tops.Linear(33, 5))
     x = torch.randn(7, 33, requires_grad=True)
     run = one_call(module, x, compiled)
-    own = {p.untyped_storage()._cdata for p in module.parameters()}
-    assert kept_bytes(run, x, own) == 7 * (33 * 4 + 8) + (7 * 33 + 7) // 8
+    assert saved_bytes(module, x, call=run) == 7 * (33 * 4 + 8) + (7 * 33 + 7) // 8
 
 
 def test_nothing_is_kept_twice_in_a_stack():
@@ -337,12 +321,11 @@ def test_a_compiled_module_notices_the_change():
     module = tops.Sequential(*mlp(16, 24))
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
     x = torch.randn(4, 16, requires_grad=True)
-    own = {p.untyped_storage()._cdata for p in module.parameters()}
     compiled(x)
-    cheap = kept_bytes(compiled, x, own)
+    cheap = saved_bytes(module, x, call=compiled)
     module.recompute = "none"
     compiled(x)
-    assert kept_bytes(compiled, x, own) == cheap + 4 * (16 + 24) * 4
+    assert saved_bytes(module, x, call=compiled) == cheap + 4 * (16 + 24) * 4
 
 
 @pytest.mark.parametrize("derive", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])

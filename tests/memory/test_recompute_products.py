@@ -4,9 +4,8 @@ import copy
 
 import pytest
 import torch
-from helpers import assert_equal, explained
-from test_fusions import saved_bytes
-from test_recompute import PIPELINES, kept_bytes, llama, mlp, one_call, recomputed
+from helpers import assert_equal, explained, saved_bytes
+from test_recompute import PIPELINES, llama, mlp, one_call, recomputed
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from user_fusions import gradients
@@ -171,8 +170,7 @@ def test_a_block_saves_its_input(block, statistics, dtype, compiled):
     module, _ = make(block, dtype)
     x = torch.randn(7, 32).to(dtype).requires_grad_()
     run = one_call(module, x, compiled)
-    own = {p.untyped_storage()._cdata for p in module.parameters()}
-    assert kept_bytes(run, x, own) == 7 * (32 * dtype.itemsize + statistics)
+    assert saved_bytes(module, x, call=run) == 7 * (32 * dtype.itemsize + statistics)
 
 
 def test_a_decoder_layer_saves_three_tensors():

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import saved_tensors
 from libraries import build_library
 from torch import Tensor, nn
 
@@ -157,13 +158,7 @@ def test_a_derived_backward_is_right(plain: Any, width: int | None, frozen: str)
 def test_a_derived_backward_keeps_its_slots_alone(plain: Any) -> None:
     op = plain(8, 3.0)
     x = torch.randn(4, 8, requires_grad=True)
-    kept: list[Tensor] = []
-
-    def pack(tensor: Tensor) -> Tensor:
-        kept.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with saved_tensors() as kept:
         op(x)
     assert op.weight is not None
     assert {t.data_ptr() for t in kept} == {x.data_ptr(), op.weight.data_ptr()}

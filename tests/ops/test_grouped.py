@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 import torch
 from checks import unfused
-from helpers import TOLERANCES, leaf, storage_bytes
+from helpers import TOLERANCES, leaf, saved_bytes
 from op_references import grouped_linear, places_of
-from test_fusions import saved_bytes
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -80,20 +79,10 @@ def test_what_a_layer_keeps(
     ops = [tops.RMSNorm(h)] * norm + experts(e, h, f)
     module = tops.Sequential(*ops).to(torch.bfloat16)
     x, ids, probs = routed(64, e, k, h, torch.bfloat16)
-    owned = {p.untyped_storage()._cdata for p in module.parameters()}
-    found: list[Tensor] = []
-
-    def pack(tensor: Tensor) -> Tensor:
-        if tensor.untyped_storage()._cdata not in owned:
-            found.append(tensor)
-        return tensor
-
     run = backends()[way](module)
     run(x, ids, probs)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        run(x, ids, probs)
     assert kept == 2 * h + k * (4 * f + 8)
-    assert storage_bytes(found) == len(x) * (kept + 4 * norm) + 8 * e
+    assert saved_bytes(module, x, ids, probs, call=run) == len(x) * (kept + 4 * norm) + 8 * e
 
 
 @pytest.mark.parametrize("way", ["eager", "aot_eager"])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import as_tuple, storage_bytes
+from helpers import as_tuple, saved_tensors, storage_bytes
 from op_references import linear_cross_entropy, targets_for
 from torch import Tensor, nn
 
@@ -346,13 +346,7 @@ def test_backward_allocates_nothing(factor: float) -> None:
     op = LinearCrossEntropy(64, 512)
     x = torch.randn(300, 64, requires_grad=True)
     target = torch.randint(0, 512, (300,))
-    saved: list[Tensor] = []
-
-    def pack(tensor: Tensor) -> Tensor:
-        saved.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with saved_tensors() as saved:
         op(x, target)
     assert storage_bytes(saved) == 4 * (300 * 64 + 512 * 64 + 1)
     loss = op(x, target) * factor

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import storage_bytes
+from helpers import saved_bytes
 from op_references import lora_linear
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -45,14 +45,6 @@ def trained(op: nn.Module) -> dict[str, Tensor]:
 
 def gradients(op: Any, x: Tensor, parameters: dict[str, Tensor], grad: Tensor) -> list[Tensor]:
     return list(torch.autograd.grad(op(x), [x, *parameters.values()], grad))
-
-
-def saved_bytes(op: Any, x: Tensor) -> int:
-    """What a call saves for backward, without parameters."""
-    own, saved = {p.untyped_storage()._cdata for p in op.parameters()}, []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        op(x)
-    return storage_bytes([t for t in saved if t.untyped_storage()._cdata not in own])
 
 
 def data(rows: int = 700, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:

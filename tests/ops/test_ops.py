@@ -14,7 +14,7 @@ from helpers import (
     differentiable,
     every_dtype,
     floating,
-    storage_bytes,
+    saved_bytes,
     strided,
 )
 from op_cases import CASES, NAMES, run_seeded
@@ -87,18 +87,9 @@ def test_gradcheck(case):
 @every_case
 def test_saved_bytes(case, dtype):
     op, inputs = case.build(dtype), case.inputs(dtype)
-    owned = {parameter.untyped_storage()._cdata for parameter in op.parameters()}
-    kept = []
-
-    def pack(tensor):
-        if tensor.untyped_storage()._cdata not in owned:
-            kept.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        run_seeded(op, *inputs)
+    kept = saved_bytes(op, *inputs, call=lambda *inputs: run_seeded(op, *inputs))
     rows, h = math.prod(case.batch), math.prod(case.row)
-    assert storage_bytes(kept) == math.ceil(rows * case.saved(h, dtype.itemsize))
+    assert kept == math.ceil(rows * case.saved(h, dtype.itemsize))
 
 
 @every_case

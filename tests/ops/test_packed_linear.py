@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import assert_equal, storage_bytes
+from helpers import assert_equal, saved_tensors, storage_bytes
 from test_partial_backward import calls
 from torch import Tensor, nn
 
@@ -119,8 +119,7 @@ def test_what_backward_keeps() -> None:
     """The input and handles of the weights: nothing that was concatenated."""
     packed, _ = pair()
     x, grad = data()
-    kept: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+    with saved_tensors() as kept:
         y = packed(x.requires_grad_())
     assert storage_bytes(kept) == storage_bytes([x, *tensors(packed, "weight")])
     module = tops.Sequential(tops.RMSNorm(WIDTH), packed)
@@ -134,9 +133,8 @@ def test_a_frozen_op_keeps_no_input() -> None:
     packed, _ = pair()
     for weight in tensors(packed, "weight"):
         weight.requires_grad_(False)
-    kept: list[Tensor] = []
     x, grad = data()
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+    with saved_tensors() as kept:
         y = packed(x.requires_grad_())
     assert storage_bytes(kept) == storage_bytes(tensors(packed, "weight"))
     y.backward(grad)

@@ -5,7 +5,7 @@ import io
 
 import pytest
 import torch
-from helpers import leaf
+from helpers import leaf, saved_tensors
 from op_cases import run_seeded
 from torch import nn
 from torch.nn.utils import parametrize
@@ -135,8 +135,7 @@ def test_checkpoint_replays_dropout(use_reentrant):
 
 def test_checkpoint_keeps_only_the_input():
     module, x = block(), torch.randn(3, 16, requires_grad=True)
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+    with saved_tensors() as kept:
         checkpoint(module, x * 1, use_reentrant=True)
     assert sum(t.numel() for t in kept) <= 2 * x.numel()
 

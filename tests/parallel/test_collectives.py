@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from checks import unfused
+from helpers import saved_bytes, saved_tensors, storage_bytes, without_parameters
 from process_groups import GroupOfZeros, group_of_zeros
 from torch.distributed.device_mesh import init_device_mesh
 from torch.export import Dim, export
@@ -228,20 +229,11 @@ def test_export(group):
 def test_a_compiled_gather_keeps_its_input(group, backend):
     """Neither merged with the first gather nor moved into forward."""
     module = tops.Sequential(tops.AllGather(group), tops.Linear(8, 16), tops.GELU())
-    kept = []
-
-    def pack(tensor):
-        kept.append(tensor)
-        return tensor
-
     fast = torch.compile(module, fullgraph=True, backend=backend)
     x = torch.randn(4, 8, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        y = fast(x)
-    own = {p.data_ptr() for p in module.parameters()}
-    sizes = {t.data_ptr(): t.nbytes for t in kept if t.data_ptr() not in own}
-    assert sum(sizes.values()) == 4 * 8 * 4 + 8 * 16 * 4  # the shard, and GELU's input
-    (got,) = torch.autograd.grad(y.sum(), x)
+    kept = saved_bytes(module, x, call=fast)
+    assert kept == 4 * 8 * 4 + 8 * 16 * 4  # the shard, and GELU's input
+    (got,) = torch.autograd.grad(fast(x).sum(), x)
     torch.testing.assert_close(got, torch.autograd.grad(module(x).sum(), x)[0])
     group.calls.clear()
     fast(x).sum().backward()
@@ -382,8 +374,7 @@ def test_a_split_layer_is_one_plan(group, sequence):
     rows = 8  # of all ranks
     mine = rows // 2 if sequence else rows
     x, table = torch.randn(mine, 32, requires_grad=True), torch.randn(rows, 8)
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+    with saved_tensors() as kept:
         y = module(x, table, table)
     whole = rows * 32 * 4
     ends = [("gather", whole // 2), ("scatter", whole)] if sequence else [("reduce", whole)]
@@ -397,9 +388,8 @@ def test_a_split_layer_is_one_plan(group, sequence):
     # their norms, the output of attention and its statistics, gate and up. Besides: the inputs of
     # the norms and their statistics, of this rank's rows, and the tables.
     split, norms = (64 + 32 + 4 + 96) // 2, 2 * (32 + 1)
-    own = {parameter.data_ptr() for parameter in module.parameters()}
-    sizes = {t.data_ptr(): t.nbytes for t in kept if t.data_ptr() not in own}
-    assert sum(sizes.values()) == 4 * (rows * split + mine * norms + table.numel())
+    kept_bytes = storage_bytes(without_parameters(kept, module))
+    assert kept_bytes == 4 * (rows * split + mine * norms + table.numel())
     group.calls.clear()
     y.sum().backward()
     # Gathered rows that backward needs are gathered again.
@@ -481,18 +471,9 @@ def test_a_norm_over_all_heads_needs_those_of_other_ranks(group, product):
 def test_what_a_compiled_mlp_keeps(group, backend):
     module = mlp(group, True)
     fast = torch.compile(module, fullgraph=True, backend=backend)
-    kept = []
-
-    def pack(tensor):
-        kept.append(tensor)
-        return tensor
-
     x = torch.randn(4, 8, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        y = fast(x)
-    own = {p.data_ptr() for p in module.parameters()}
-    sizes = {t.data_ptr(): t.nbytes for t in kept if t.data_ptr() not in own}
-    assert sum(sizes.values()) == 4 * (32 + 2 * 128)
+    assert saved_bytes(module, x, call=fast) == 4 * (32 + 2 * 128)
+    y = fast(x)
     group.calls.clear()
     y.sum().backward()
     assert sorted(name for name, _ in group.calls) == ["gather", "gather", "scatter"]

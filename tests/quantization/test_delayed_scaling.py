@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import assert_equal, explained
-from test_fusions import saved_bytes
+from helpers import assert_equal, explained, saved_bytes
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses import FakeTensor, FakeTensorMode

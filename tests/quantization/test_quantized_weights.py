@@ -8,6 +8,7 @@ import threading
 import pytest
 import torch
 import torch.nn as nn
+from helpers import saved_tensors
 from torch.utils.checkpoint import checkpoint
 
 import transformer_ops as tops
@@ -158,14 +159,8 @@ def test_compiled_without_a_break(backend):
 def test_backward_keeps_codes_only():
     model = block("no bias", torch.bfloat16)
     hold(model, "mx e4m3")
-    kept = []
-
-    def pack(tensor):
-        kept.append(tensor)
-        return tensor
-
     x = torch.randn(5, 64, dtype=torch.bfloat16, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with saved_tensors() as kept:
         model(x)
     weight = model[0].weight
     shapes = sorted(str((tuple(t.shape), t.dtype)) for t in kept)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import assert_equal, assert_near
+from helpers import assert_equal, assert_near, saved_bytes
 from op_cases import CASES, OpCase
 from recipe_cases import (
     EVERY_RECIPE,
@@ -28,7 +28,6 @@ from recipe_cases import (
     settle,
     without_state,
 )
-from test_fusions import saved_bytes
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 

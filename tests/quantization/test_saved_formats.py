@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import assert_equal
+from helpers import assert_equal, saved_bytes
 from plan_calls import plan_op
-from test_fusions import saved_bytes
 from test_main_grad import Calls
 from test_recompute import PIPELINES, every_pipeline, llama, mlp, residual
 from torch import Tensor
