@@ -174,15 +174,6 @@ def test_ops_before_the_first_gradient_are_marked() -> None:
     assert "needs no gradient" in str(module.explain())
 
 
-def test_must_follow_a_call() -> None:
-    # Equal modules share their plans: nobody else has these.
-    alone = tops.ConstantScale(0.98762)
-    for module in (tops.Sequential(alone), tops.OperationFuser([tops.ConstantScale(0.98761)])):
-        message = rf"\[{type(module).__name__}\] explain\(\) must follow a call, got none so far"
-        with pytest.raises(RuntimeError, match=message):
-            module.explain()
-
-
 # ---- near misses
 
 

@@ -121,10 +121,11 @@ def test_bound_methods_and_callable_objects():
             pass
 
 
+@pytest.mark.parametrize("pass_name", REGISTER)
 @pytest.mark.parametrize("func", [None, 3, "fuse", [nothing]])
-def test_what_cannot_be_called(func):
+def test_what_cannot_be_called(func, pass_name):
     with pytest.raises(TypeError, match="func must be callable"):
-        tops.register_forward_fusion(func)
+        REGISTER[pass_name](func)
 
 
 def test_a_name_must_be_text():
@@ -244,7 +245,10 @@ def wrong_lists():
     def half(ops, **unused):
         return [ForwardSplit([ops[0], tops.SiLU()])]
 
-    must = "a forward fusion must return exactly the given basic ops in order, got "
+    def numbers(ops, **unused):
+        return [1 for _ in ops]
+
+    must = "must return exactly the given basic ops in order, got "
     given = r"\(ops: \[BasicLinear, SiLU\]\)"
     return [
         (reorder, must + r"\[SiLU, BasicLinear\] " + given),
@@ -254,29 +258,36 @@ def wrong_lists():
         (plain_modules, must + r"\[BasicLinear, SiLU\]"),
         (container, must + r"\[Sequential\]"),
         (half, must + r"\[ForwardSplit\(BasicLinear, SiLU\)\]"),
+        (numbers, must + r"\["),
     ]
 
 
+@pytest.mark.parametrize("pass_name", REGISTER)
 @pytest.mark.parametrize(("func", "message"), wrong_lists())
-def test_a_wrong_list_fails_the_call_and_changes_nothing(func, message, module, x):
-    want = gradients(module, x)
+def test_a_wrong_list_fails_the_call_and_changes_nothing(pass_name, func, message, module, x):
+    want, random = gradients(module, x), torch.get_rng_state()
     state = {name: value.clone() for name, value in module.state_dict().items()}
-    with tops.register_forward_fusion(func):
+    message = rf"\[{func.__name__}\] a {pass_name} fusion {message}"
+    with REGISTER[pass_name](func):
         for _ in range(2):
-            with pytest.raises(RuntimeError, match=rf"\[{func.__name__}\] {message}"):
+            with pytest.raises(RuntimeError, match=message):
                 module(x)
         with pytest.raises(RuntimeError, match=rf"\[{func.__name__}\]"):
             torch.compile(module, backend="aot_eager")(x)
+    assert torch.equal(torch.get_rng_state(), random)
     assert_same(gradients(module, x), want)
     for name, value in module.state_dict().items():
         assert torch.equal(value, state[name])
 
 
+@pytest.mark.parametrize("pass_name", REGISTER)
 @pytest.mark.parametrize("returned", [None, 3, "ops", torch.ones(2)])
-def test_a_wrong_type(returned, module, x):
-    with tops.register_backward_fusion(lambda ops, **_: returned, name="wrong"):
-        with pytest.raises(RuntimeError, match=r"\[wrong\] a backward fusion must return a list"):
-            module(x)
+def test_a_wrong_type(returned, pass_name, module, x):
+    message = rf"\[wrong\] a {pass_name} fusion must return a list.*\[BasicLinear, SiLU\]"
+    with REGISTER[pass_name](lambda ops, **_: returned, name="wrong"):
+        for call in (module, torch.compile(module, backend="eager")):
+            with pytest.raises(RuntimeError, match=message):
+                call(x)
     module(x)
 
 
@@ -285,20 +296,21 @@ def test_a_tuple_will_do(module, x):
         module(x)
 
 
+@pytest.mark.parametrize("pass_name", REGISTER)
 @pytest.mark.parametrize("error", [KeyError("boom"), RuntimeError("boom"), StopIteration("boom")])
-def test_a_function_that_raises(error, module, x):
+def test_a_function_that_raises(error, pass_name, module, x):
     want = gradients(module, x)
 
     def raises(ops, **unused):
         raise error
 
-    message = (
-        rf"\[raises\] a forward_backward fusion must not raise, got {type(error).__name__}: .*boom"
-    )
-    with tops.register_forward_backward_fusion(raises):
-        with pytest.raises(RuntimeError, match=message) as caught:
+    message = rf"\[raises\] a {pass_name} fusion must not raise, got {type(error).__name__}: .*boom"
+    with REGISTER[pass_name](raises):
+        with pytest.raises(RuntimeError, match=message + r".*\[BasicLinear, SiLU\]") as caught:
             module(x)
         assert caught.value.__cause__ is error
+        with pytest.raises(Exception, match="boom"):
+            torch.compile(module, backend="eager")(x)
     assert_same(gradients(module, x), want)
 
 
@@ -354,20 +366,6 @@ def test_a_function_that_changes_its_list_or_the_registry(module, x):
     module(x)
     assert not handle.registered
     module(x)
-
-
-def test_half_a_pair_and_both_styles_are_type_errors():
-    with pytest.raises(TypeError, match="must have both"):
-
-        class Half(tops.FusedOperation):
-            def fuser_forward_compute(self, input_, **unused): ...
-
-    with pytest.raises(TypeError, match="or the pair"):
-
-        class Both(tops.BasicOperation):
-            def op_forward(self, ctx, input_, **unused): ...
-            def op_forward_compute(self, input_, **unused): ...
-            def op_forward_save_ctx(self, ctx, input_, tensors_to_save, **unused): ...
 
 
 def test_many_threads_register_and_run(x):

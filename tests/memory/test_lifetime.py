@@ -115,17 +115,6 @@ def test_a_sequential_is_freed_with_its_last_reference(make):
         del module
 
 
-@pytest.mark.parametrize("make", MODULES.values(), ids=MODULES)
-@pytest.mark.parametrize("use", [train, look_at], ids=["trained", "explained"])
-def test_a_module_that_was_called_is_freed(make, use):
-    module = make()
-    train(module)
-    use(module)
-    parts = [weakref.ref(part) for part in module.modules()]
-    del module
-    assert all(is_freed(part) for part in parts)
-
-
 def test_a_deepcopy_that_was_called_is_freed():
     module = block()
     train(module)

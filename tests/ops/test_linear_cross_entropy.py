@@ -304,12 +304,6 @@ def make_seeded(gradients_in: str) -> LinearCrossEntropy:
     return make(gradients_in=gradients_in)
 
 
-def test_function_transforms() -> None:
-    op, (x, target) = make(), inputs()
-    got = torch.func.grad(lambda x: op(x, target))(x.detach())
-    torch.testing.assert_close(got, gradients(op(x, target), x)[0])
-
-
 # ---- memory
 
 

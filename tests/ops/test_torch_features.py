@@ -165,14 +165,6 @@ def test_save_on_cpu_and_disabled_hooks():
         assert_all_close(all_grads(module, x), want)
 
 
-def test_nothing_is_kept_after_backward():
-    module, x = block(), torch.randn(3, 16, requires_grad=True)
-    y = module(x)
-    y.sum().backward()
-    with pytest.raises(RuntimeError, match="second time"):
-        y.sum().backward()
-
-
 # ---- modes
 
 
@@ -308,45 +300,6 @@ def test_state_of_a_sequential_travels():
     torch.save(module, buffer)
     buffer.seek(0)
     assert torch.equal(torch.load(buffer, weights_only=False)(x), want)
-
-
-def test_main_grad():
-    def linear(**attributes):
-        op = tops.Linear(8, 4, accumulate_into_main_grad=True)
-        for name, value in attributes.items():
-            setattr(op.weight, name, value)
-        return op
-
-    x = torch.randn(3, 8)
-    op = linear(main_grad=torch.ones(4, 8))
-    plain = nn.Linear(8, 4)
-    plain.load_state_dict(op.state_dict())
-    plain(x).sum().backward()
-    op(x).sum().backward()
-    assert op.weight.grad is None
-    torch.testing.assert_close(op.weight.main_grad, plain.weight.grad + 1)
-    torch.testing.assert_close(op.bias.grad, plain.bias.grad)
-    op(x).sum().backward()
-    torch.testing.assert_close(op.weight.main_grad, 2 * plain.weight.grad + 1)
-
-    op = linear(main_grad=torch.ones(4, 8, dtype=torch.float64), overwrite_main_grad=True)
-    plain.load_state_dict(op.state_dict())
-    tops.Sequential(op, tops.GELU())(x).sum().backward()
-    plain.zero_grad()
-    nn.functional.gelu(plain(x), approximate="tanh").sum().backward()
-    torch.testing.assert_close(op.weight.main_grad.float(), plain.weight.grad)
-
-    op = linear(main_grad=torch.zeros(4, 8), grad_added_to_main_grad=False)
-    op(x).sum().backward()
-    assert op.weight.grad_added_to_main_grad is True and op.weight.grad.shape == (4, 8)
-
-    op = linear()
-    with pytest.raises(RuntimeError, match=r"\[Linear\] weight must have a main_grad"):
-        op(x)
-    with torch.no_grad():
-        op(x)
-    op.weight.requires_grad_(False)
-    op(x)
 
 
 # ---- hooks
