@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
+from helpers import residual
 from process_groups import group_of_zeros
 from torch import Tensor
 
@@ -91,17 +92,9 @@ def with_experts(*made: tops.BasicOperation, experts: int = 3) -> list[tops.Fusi
     return before(router, dispatch, *made, combine)
 
 
-def around(*made: tops.FusibleOperation, join: tops.AddExtraInput) -> list[tops.FusibleOperation]:
-    """The ops, with a channel from the input to `join`, one of the ops."""
-    fork = tops.MakeExtraOutput().set_extra_output_channel(0, "residual", output_to_caller=False)
-    join.set_extra_input_channel(0, "residual")
-    return [fork, *made]
-
-
 def residual_block() -> list[tops.FusibleOperation]:
     """x + dropout(linear(x))."""
-    join = tops.AddExtraInput()
-    return around(tops.Linear(16, 16), tops.Dropout(0.4), join, join=join)
+    return residual(tops.Linear(16, 16), tops.Dropout(0.4))
 
 
 def two_blocks(norm: Callable[[], tops.FusibleOperation]) -> list[tops.FusibleOperation]:
@@ -162,9 +155,7 @@ def scaled_residuals() -> Iterator[Case]:
 
 def scaled_block() -> list[tops.FusibleOperation]:
     """x + drop_path(layer_scale(linear(x)))."""
-    join = tops.AddExtraInput()
-    ops = (tops.Linear(16, 16), tops.LayerScale(16, 0.5), tops.DropPath(0.4), join)
-    return around(*ops, join=join)
+    return residual(tops.Linear(16, 16), tops.LayerScale(16, 0.5), tops.DropPath(0.4))
 
 
 def linear_epilogues() -> Iterator[Case]:
@@ -233,28 +224,26 @@ def cases() -> Iterator[Case]:
     yield Case("grouped_linear_scaled", "forward", block, (3, 4), each)
 
 
-def residual(*made: tops.FusibleOperation) -> list[tops.FusibleOperation]:
+def inner_residual(*made: tops.FusibleOperation) -> list[tops.FusibleOperation]:
     """x + f(x), with ops in front so that x requires a gradient."""
-    split = tops.MakeExtraOutput().set_extra_output_channel(0, "x", output_to_caller=False)
-    join = tops.AddExtraInput().set_extra_input_channel(0, "x")
-    return before(split, *made, join)
+    return before(*residual(*made))
 
 
 def backward_cases() -> Iterator[Case]:
     """The rows of backward fusions."""
     for norm in (tops.LayerNorm, tops.RMSNorm):
         name = "layer_norm_residual" if norm is tops.LayerNorm else "rms_norm_residual"
-        hidden = lambda n=norm: residual(n(16), tops.SiLU())  # noqa: E731
+        hidden = lambda n=norm: inner_residual(n(16), tops.SiLU())  # noqa: E731
         yield Case(name, "backward", hidden, (1, 2), "hidden")
         visible = lambda n=norm: before(tops.MakeExtraOutput(), n(16))  # noqa: E731
         yield Case(name, "backward", visible, (1, 2), "visible")
-        bare = lambda n=norm: residual(n(16, elementwise_affine=False))  # noqa: E731
+        bare = lambda n=norm: inner_residual(n(16, elementwise_affine=False))  # noqa: E731
         yield Case(name, "backward", bare, (1, 2), "not affine")
-        centered = lambda n=norm: residual(n(16, zero_centered_gamma=True))  # noqa: E731
+        centered = lambda n=norm: inner_residual(n(16, zero_centered_gamma=True))  # noqa: E731
         yield Case(name, "backward", centered, (1, 2), "zero-centered")
-    half = lambda: residual(tops.LayerNorm(16, bias=False))  # noqa: E731
+    half = lambda: inner_residual(tops.LayerNorm(16, bias=False))  # noqa: E731
     yield Case("layer_norm_residual", "backward", half, (1, 2), "without bias")
-    linear = lambda: residual(tops.Linear(16, 24), tops.SiLU(), tops.Linear(24, 16))  # noqa: E731
+    linear = lambda: inner_residual(tops.Linear(16, 24), tops.SiLU(), tops.Linear(24, 16))  # noqa: E731
     yield Case("linear_residual_scale", "backward", linear, (1, 2), "hidden")
     linear = lambda: before(tops.MakeExtraOutput(), tops.BasicLinear(16, 24))  # noqa: E731
     yield Case("linear_residual_scale", "backward", linear, (1, 2), "visible")
@@ -263,9 +252,9 @@ def backward_cases() -> Iterator[Case]:
         tops.BasicLinear(16, 16), tops.ConstantScale(-0.7), tops.AddExtraInput()
     )
     yield Case("linear_residual_scale", "backward", scale, (1, 2), "scale", extra_inputs=1)
-    both = lambda: residual(tops.BasicLinear(16, 16), tops.ConstantScale(-0.7))  # noqa: E731
+    both = lambda: inner_residual(tops.BasicLinear(16, 16), tops.ConstantScale(-0.7))  # noqa: E731
     yield Case("linear_residual_scale", "backward", both, (1, 2, 3), "both")
-    idle = lambda: residual(  # noqa: E731
+    idle = lambda: inner_residual(  # noqa: E731
         tops.Identity(), tops.BasicLinear(16, 16), tops.Dropout(0.0), tops.ConstantScale(-0.7)
     )
     yield Case("linear_residual_scale", "backward", idle, (1, 2, 3, 4, 5), "idle")

@@ -102,6 +102,17 @@ def tf32(allowed: bool) -> Iterator[None]:
         settings.allow_tf32 = before
 
 
+def residual(*body: tops.FusibleOperation) -> list[tops.FusibleOperation]:
+    """x + body(x)."""
+    fork = tops.MakeExtraOutput().set_extra_output_channel(0, "residual", output_to_caller=False)
+    return [fork, *body, tops.AddExtraInput().set_extra_input_channel(0, "residual")]
+
+
+def feed_forward(width: int, hidden: int) -> list[tops.FusibleOperation]:
+    up, down = tops.Linear(width, 2 * hidden), tops.Linear(hidden, width)
+    return [tops.RMSNorm(width), up, tops.SwiGLU(), down]
+
+
 def explained(module: Any) -> str:
     """What explain() prints, in one line."""
     return " ".join(str(module.explain()).split())

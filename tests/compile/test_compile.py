@@ -3,7 +3,7 @@
 import pytest
 import torch
 from fusion_cases import CASES as FUSIONS
-from helpers import as_tuple, differentiable, leaf, twin
+from helpers import as_tuple, differentiable, feed_forward, leaf, residual, twin
 from op_cases import CASES, NAMES, run_seeded
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -36,15 +36,7 @@ def assert_same(module, fast, inputs, **tolerances):
 
 
 def block(dtype=torch.float32):
-    return tops.Sequential(
-        tops.MakeExtraOutput().set_extra_output_channel(0, "residual", output_to_caller=False),
-        tops.RMSNorm(16),
-        tops.Linear(16, 64),
-        tops.SwiGLU(),
-        tops.Linear(32, 16),
-        tops.Dropout(0.1),
-        tops.AddExtraInput().set_extra_input_channel(0, "residual"),
-    ).to(dtype)
+    return tops.Sequential(*residual(*feed_forward(16, 32), tops.Dropout(0.1))).to(dtype)
 
 
 # One row for each built-in fusion; a test in test_fusions.py says that none is missing.

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from helpers import feed_forward, residual
 from onnx.reference import ReferenceEvaluator
 from torch.export import Dim, export
 
@@ -16,17 +17,8 @@ tops_ops = torch.ops.transformer_ops
 
 
 def block(dtype=torch.float32):
-    return tops.Sequential(
-        tops.MakeExtraOutput().set_extra_output_channel(0, "residual", output_to_caller=False),
-        tops.RMSNorm(16),
-        tops.Linear(16, 64),
-        tops.SwiGLU(),
-        tops.Linear(32, 16),
-        tops.AddExtraInput().set_extra_input_channel(0, "residual"),
-        tops.ReLU(),
-        tops.Linear(16, 8),
-        tops.GELU(),
-    ).to(dtype)
+    ops = residual(*feed_forward(16, 32))
+    return tops.Sequential(*ops, tops.ReLU(), tops.Linear(16, 8), tops.GELU()).to(dtype)
 
 
 def exported(module, x, **kwargs):

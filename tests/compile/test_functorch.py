@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers import feed_forward, residual
 from op_cases import CASES
 from torch.func import functional_call, grad, hessian, jacrev, jvp, vjp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -24,14 +25,7 @@ OF_ALL_ROWS = [case for case in CASES if case.extras and case.name not in OTHERS
 
 
 def block():
-    return tops.Sequential(
-        tops.MakeExtraOutput().set_extra_output_channel(0, "residual", output_to_caller=False),
-        tops.RMSNorm(8),
-        tops.Linear(8, 16),
-        tops.SwiGLU(),
-        tops.Linear(8, 8),
-        tops.AddExtraInput().set_extra_input_channel(0, "residual"),
-    ).double()
+    return tops.Sequential(*residual(*feed_forward(8, 8))).double()
 
 
 def inputs(*shape):

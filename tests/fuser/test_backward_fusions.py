@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from fusion_cases import before, residual
+from fusion_cases import before, inner_residual
 from test_fusions import near_misses, unfused
 from torch import Tensor
 
@@ -42,7 +42,7 @@ def frozen(op: Any, *names: str) -> Any:
 
 def test_a_gelu_block() -> None:
     block = [tops.LayerNorm(16), tops.Linear(16, 64), tops.GELU()]
-    module = tops.Sequential(*residual(*block, tops.Linear(64, 16), tops.Dropout(0.1)))
+    module = tops.Sequential(*inner_residual(*block, tops.Linear(64, 16), tops.Dropout(0.1)))
     module(torch.randn(3, 16))
     assert step_names(module)[1:-1] == [
         "layer_norm_residual",
@@ -54,13 +54,13 @@ def test_a_gelu_block() -> None:
 
 def test_a_llama_block() -> None:
     up, down = tops.Linear(16, 64, bias=False), tops.Linear(32, 16, bias=False)
-    module = tops.Sequential(*residual(tops.RMSNorm(16), up, tops.SwiGLU(), down))
+    module = tops.Sequential(*inner_residual(tops.RMSNorm(16), up, tops.SwiGLU(), down))
     module(torch.randn(3, 16))
     assert step_names(module)[1:-1] == ["rms_norm_residual", "BasicLinear", "linear_glu"]
 
 
 def test_the_residual_goes_with_the_scale() -> None:
-    module = tops.Sequential(*residual(tops.BasicLinear(16, 16), tops.ConstantScale(0.5)))
+    module = tops.Sequential(*inner_residual(tops.BasicLinear(16, 16), tops.ConstantScale(0.5)))
     module(torch.randn(3, 16))
     assert step_names(module)[1:-1] == ["linear_residual_scale"]
 

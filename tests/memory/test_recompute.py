@@ -5,21 +5,12 @@ import pickle
 
 import pytest
 import torch
-from helpers import explained, saved_bytes
+from helpers import explained, residual, saved_bytes
 from user_fusions import gradients
 
 import transformer_ops as tops
 
 pytestmark = pytest.mark.takes(seconds=20)
-
-
-def residual(*body, p=None):
-    """x + body(x)."""
-    fork = tops.MakeExtraOutput()
-    fork.set_extra_output_channel(0, "residual", output_to_caller=False)
-    join = tops.AddExtraInput()
-    join.set_extra_input_channel(0, "residual")
-    return [fork, *body, *([] if p is None else [tops.Dropout(p)]), join]
 
 
 def llama(h, f):
@@ -224,7 +215,7 @@ def test_saved_bytes(block, dtype, tokens, h, f, compiled):
 @pytest.mark.parametrize("compiled", [None, "aot_eager"])
 @pytest.mark.parametrize(("tokens", "h", "f"), [(8, 16, 24), (7, 33, 51)])
 def test_dropout_adds_at_most_one_bit(tokens, h, f, compiled):
-    module = tops.Sequential(*residual(*mlp(h, f), p=0.1))
+    module = tops.Sequential(*residual(*mlp(h, f), tops.Dropout(0.1)))
     x = torch.randn(tokens, h, requires_grad=True)
     run = one_call(module, x, compiled)
     assert saved_bytes(module, x, call=run) == tokens * ((h + f) * 4 + 8) + (tokens * h + 7) // 8

@@ -5,7 +5,7 @@ import io
 
 import pytest
 import torch
-from helpers import leaf, saved_tensors
+from helpers import leaf, residual, saved_tensors
 from op_cases import run_seeded
 from torch import nn
 from torch.nn.utils import parametrize
@@ -15,15 +15,9 @@ import transformer_ops as tops
 
 
 def block(dropout=0.0, **kwargs):
-    return tops.Sequential(
-        tops.MakeExtraOutput().set_extra_output_channel(0, "residual", output_to_caller=False),
-        tops.LayerNorm(16, **kwargs),
-        tops.Linear(16, 32, **kwargs),
-        tops.GELU(),
-        tops.Linear(32, 16, **kwargs),
-        tops.Dropout(dropout),
-        tops.AddExtraInput().set_extra_input_channel(0, "residual"),
-    )
+    up, down = tops.Linear(16, 32, **kwargs), tops.Linear(32, 16, **kwargs)
+    ops = [tops.LayerNorm(16, **kwargs), up, tops.GELU(), down, tops.Dropout(dropout)]
+    return tops.Sequential(*residual(*ops))
 
 
 class Plain(nn.Module):

@@ -10,7 +10,15 @@ from contextlib import contextmanager
 import pytest
 import torch
 from fusion_cases import CASES, Case
-from helpers import as_tuple, assert_equal, assert_near, leaf, off_the_grid
+from helpers import (
+    as_tuple,
+    assert_equal,
+    assert_near,
+    feed_forward,
+    leaf,
+    off_the_grid,
+    residual,
+)
 from op_cases import SEED, run_seeded
 from op_references import attention
 from torch import Tensor, nn
@@ -42,13 +50,7 @@ def step_of(module: nn.Module, *inputs: Tensor) -> Callable[[], list[Tensor]]:
 
 def large_block(dropout: float = 0.1, dtype: torch.dtype = torch.bfloat16) -> tops.Sequential:
     return tops.Sequential(
-        tops.MakeExtraOutput().set_extra_output_channel(0, "residual", output_to_caller=False),
-        tops.RMSNorm(256),
-        tops.Linear(256, 1024),
-        tops.SwiGLU(),
-        tops.Linear(512, 256),
-        tops.Dropout(dropout),
-        tops.AddExtraInput().set_extra_input_channel(0, "residual"),
+        *residual(*feed_forward(256, 512), tops.Dropout(dropout)),
         tops.LayerNorm(256),
         tops.Linear(256, 512),
         tops.GELU(),

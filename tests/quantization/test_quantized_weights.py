@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 import torch.nn as nn
-from helpers import saved_tensors
+from helpers import residual, saved_tensors
 from torch.utils.checkpoint import checkpoint
 
 import transformer_ops as tops
@@ -47,14 +47,12 @@ BLOCKS = {
     "linear": lambda f: [tops.Linear(64, 48, **f)],
     "no bias": lambda f: [tops.BasicLinear(64, 64, **f)],
     "gelu": lambda f: [tops.Linear(64, 96, **f), tops.GELU(), tops.Linear(96, 64, **f)],
-    "llama": lambda f: [
-        tops.MakeExtraOutput().set_extra_output_channel(0, "residual", output_to_caller=False),
+    "llama": lambda f: residual(
         tops.RMSNorm(64, **f),
         tops.Linear(64, 128, bias=False, **f),
         tops.SwiGLU(),
         tops.Linear(64, 64, bias=False, **f),
-        tops.AddExtraInput().set_extra_input_channel(0, "residual"),
-    ],
+    ),
 }
 
 

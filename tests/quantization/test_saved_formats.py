@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import assert_equal, saved_bytes
+from helpers import assert_equal, residual, saved_bytes
 from plan_calls import plan_op
 from test_main_grad import Calls
-from test_recompute import PIPELINES, every_pipeline, llama, mlp, residual
+from test_recompute import PIPELINES, every_pipeline, llama, mlp
 from torch import Tensor
 from user_fusions import gradients
 
@@ -120,7 +120,7 @@ def test_bytes(saved: str) -> None:
 
 
 def test_a_block_keeps_little_more_than_half() -> None:
-    make = lambda: residual(*llama(512, 1024), p=0.1)  # noqa: E731
+    make = lambda: residual(*llama(512, 1024), tops.Dropout(0.1))  # noqa: E731
     exact = module_of(make, torch.bfloat16)
     x = torch.randn(16, 512, dtype=torch.bfloat16, requires_grad=True)
     kept = saved_bytes(exact, x)
