@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import tempfile
+from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from helpers import feed_forward, residual
+from ranks import full
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -18,68 +22,60 @@ import transformer_ops as tops
 STEPS = 3
 
 
-def make_model() -> nn.Module:
-    torch.manual_seed(0)
-    return tops.Sequential(
-        tops.MakeExtraOutput().set_extra_output_channel(0, "residual", output_to_caller=False),
-        tops.RMSNorm(16),
-        tops.Linear(16, 64),
-        tops.SwiGLU(),
-        tops.Linear(32, 16),
-        tops.AddExtraInput().set_extra_input_channel(0, "residual"),
-        tops.LayerNorm(16),
-        tops.Linear(16, 4),
-    )
-
-
-def batches() -> list[Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randn(4, 16, generator=generator) for _ in range(STEPS)]
-
-
-def train(model: nn.Module, rank: int | None) -> dict[str, Tensor]:
-    """Trains a few steps; each rank sees its half of every batch. Returns the full parameters."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for batch in batches():
-        mine = batch if rank is None else batch.chunk(2)[rank]
-        optimizer.zero_grad()
-        model(mine).square().mean().backward()
-        optimizer.step()
-    return {name: full(p).detach() for name, p in model.state_dict().items()}
-
-
-def full(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def compare(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
-    assert len(got) == len(want)
-    for name, tensor in want.items():
-        torch.testing.assert_close(got[name], tensor, rtol=1e-4, atol=1e-5)
-
-
-def check(rank: int) -> None:
-    want = train(make_model(), None)
-    ddp = DistributedDataParallel(make_model())
-    compare({n.removeprefix("module."): t for n, t in train(ddp, rank).items()}, want)
-    mesh = init_device_mesh("cpu", (2,))
-    whole = fully_shard(make_model(), mesh=mesh)
-    assert all(isinstance(p, DTensor) for p in whole.parameters())
-    compare(train(whole, rank), want)
-    # Each Linear is one unit, which is gathered and freed separately.
-    parts = make_model()
-    for module in (parts[2], parts[4], parts):
-        fully_shard(module, mesh=mesh)
-    compare(train(parts, rank), want)
-    check_quantized(rank)
-    check_delayed_weights()
-    check_delayed(rank)
-
-
 def quantized_model(recipe: tops.recipe.Recipe | None = None) -> nn.Module:
     torch.manual_seed(0)
     with tops.quantized_model_init(recipe=recipe):
         return tops.Sequential(tops.Linear(32, 64), tops.GELU(), tops.Linear(64, 32, bias=False))
+
+
+def plain_model() -> nn.Module:
+    torch.manual_seed(0)
+    ops = residual(*feed_forward(32, 64))
+    return tops.Sequential(*ops, tops.LayerNorm(32), tops.Linear(32, 4))
+
+
+def products(model: nn.Module) -> list[tops.Linear]:
+    return [op for op in model.modules() if isinstance(op, tops.Linear)]
+
+
+def by_fsdp2(model: nn.Module) -> nn.Module:
+    return fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+
+
+def by_products(model: nn.Module) -> nn.Module:
+    """Each Linear is one unit, which is gathered and freed separately."""
+    mesh = init_device_mesh("cpu", (2,))
+    for module in (*products(model), model):
+        fully_shard(module, mesh=mesh)
+    return model
+
+
+def train_both(make: Any, wrap: Any, rank: int) -> list[nn.Module]:
+    """The model on whole batches and, wrapped, on this rank's half of each, after a few steps. Both
+    must have the same gradients."""
+    models = [make(), wrap(make())]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.5) for model in models]
+    for batch in torch.randn(STEPS, 8, 32, generator=torch.Generator().manual_seed(1)):
+        parts = (batch, batch.chunk(2)[rank])
+        for model, optimizer, mine in zip(models, optimizers, parts, strict=True):
+            optimizer.zero_grad()
+            model(mine).square().mean().backward()
+            optimizer.step()
+        for one, other in zip(*(model.parameters() for model in models), strict=True):
+            assert one.grad is not None and other.grad is not None
+            torch.testing.assert_close(full(other.grad), one.grad, rtol=1e-4, atol=1e-6)
+    return models
+
+
+def check(rank: int) -> None:
+    for make in (plain_model, quantized_model):
+        for wrap in (DistributedDataParallel, by_fsdp2):
+            train_both(make, wrap, rank)
+    _, parts = train_both(plain_model, by_products, rank)
+    assert all(isinstance(p, DTensor) for p in parts.parameters())
+    check_quantized(rank)
+    check_delayed_weights()
+    check_delayed(rank)
 
 
 def codes(tensor: Tensor) -> Tensor:
@@ -91,43 +87,17 @@ def codes(tensor: Tensor) -> Tensor:
 
 def check_quantized(rank: int) -> None:
     """Codes are sharded and gathered as codes, and the model trains."""
-    whole, sharded = quantized_model(), quantized_model()
-    for op in (sharded[0], sharded[2]):
-        fully_shard(op, mesh=init_device_mesh("cpu", (2,)))
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (whole, sharded)]
-    for batch in torch.randn(STEPS, 8, 32, generator=torch.Generator().manual_seed(1)):
-        for model, optimizer, mine in zip(
-            (whole, sharded), optimizers, (batch, batch.chunk(2)[rank]), strict=True
-        ):
-            optimizer.zero_grad()
-            model(mine).square().mean().backward()
-            optimizer.step()
-        for one, other in zip(whole.parameters(), sharded.parameters(), strict=True):
-            assert one.grad is not None and other.grad is not None
-            torch.testing.assert_close(full(other.grad), one.grad, rtol=1e-4, atol=1e-6)
+    whole, sharded = train_both(quantized_model, by_products, rank)
     for place in (0, 2):
         mine = codes(whole[place].weight).chunk(2)[rank]
         # Adding in another order may change a code.
         assert (mine != codes(sharded[place].weight)).float().mean() < 0.01
     check_checkpoint(rank, sharded)
-    replicated = DistributedDataParallel(quantized_model())
-    replicated(torch.full((2, 32), float(rank))).sum().backward()
-    weight = replicated.module[0].weight
-    replicas = [quantized_model() for _ in range(2)]
-    for k, replica in enumerate(replicas):
-        replica(torch.full((2, 32), float(k))).sum().backward()
-    mean = (replicas[0][0].weight.grad + replicas[1][0].weight.grad) / 2
-    assert torch.equal(codes(weight), codes(replicas[0][0].weight))
-    torch.testing.assert_close(weight.grad, mean)
     with tops.quantized_model_init():
         odd = tops.BasicLinear(32, 7)
     fully_shard(odd, mesh=init_device_mesh("cpu", (2,)))
-    try:
+    with pytest.raises(ValueError, match="rows must be divisible by the 2 ranks"):
         odd(torch.randn(2, 32))
-    except ValueError as error:
-        assert "rows must be divisible by the 2 ranks" in str(error)
-    else:
-        raise AssertionError("rows that the ranks do not divide were taken")
 
 
 def check_delayed_weights() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from ranks import full
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
@@ -61,7 +62,7 @@ class Training:
             self.optimizer.zero_grad()
             loss = self.model(mine[:, :-1], mine[:, 1:])
             self.ranks.backward(loss)
-            norms.append(whole(nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)).item())
+            norms.append(full(nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)).item())
             self.optimizer.step()
             losses.append(self.ranks.mean(loss.item()))
         double = torch.float64
@@ -84,10 +85,6 @@ class Training:
         )
 
 
-def whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def one_process() -> dict[str, Any]:
     """The losses, norms and parameters of a run on one process."""
     training = Training(Ranks(1, torch.device("cpu")))
@@ -101,13 +98,13 @@ def close(got: Tensor, want: Tensor, name: str = "") -> None:
 
 
 def check_resumed(ranks: Ranks, folder: Path) -> None:
-    """Checks the losses after a checkpoint of four ranks."""
+    """Checks the losses, and the norms of gradients, after a checkpoint of four ranks."""
     want = torch.load(folder / "one_process.pt")
     training = Training(ranks)
     training.resume(str(folder / "checkpoint"))
     steps = range(SAVED_AT, SAVED_AT + RESUMED)
-    losses, _ = training.run(steps)
-    close(losses, want["losses"][steps.start : steps.stop])
+    for name, found in zip(("losses", "norms"), training.run(steps), strict=True):
+        close(found, want[name][steps.start : steps.stop], name)
 
 
 def check(folder: Path) -> None:
@@ -129,4 +126,4 @@ def check(folder: Path) -> None:
     close(torch.cat([losses, more_losses]), want["losses"])
     close(torch.cat([norms, more_norms]), want["norms"])
     for name, parameter in training.model.named_parameters():
-        close(whole(parameter.detach()), want["parameters"][name], name)
+        close(full(parameter.detach()), want["parameters"][name], name)

@@ -12,7 +12,7 @@ import gpt_worker
 import torch
 import torch.distributed as dist
 from process_groups import DETAIL
-from ranks import group_of_ranks
+from ranks import full, group_of_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -147,7 +147,8 @@ WIDTH, HEADS, KV_HEADS, HEAD_DIM = 16, 8, 4, 4
 
 
 def decoder_layer(ranks: int, split: dict[str, Any] | None = None) -> tops.Sequential:
-    """The layer of a rank. Without `split`, its products are whole."""
+    """The layer of a rank, and a branch whose product is whole on each. Without `split`, all
+    products are whole."""
     heads, kv_heads = HEADS // ranks, KV_HEADS // ranks
     column: dict[str, Any] = {"dtype": torch.float64}
     row: dict[str, Any] = {"dtype": torch.float64, "bias": False}
@@ -174,6 +175,13 @@ def decoder_layer(ranks: int, split: dict[str, Any] | None = None) -> tops.Seque
                 "down": tops.Linear(24, WIDTH, **row),
             }
         ),
+        tops.Residual(
+            {
+                "norm": tops.LayerNorm(WIDTH, dtype=torch.float64),
+                "act": tops.GELU(),
+                "whole": tops.Linear(WIDTH, WIDTH, dtype=torch.float64),
+            }
+        ),
     )
 
 
@@ -182,7 +190,7 @@ def by_styles(mesh: DeviceMesh, sequence: bool) -> tops.Sequential:
     rows = Shard(0) if sequence else Replicate()
     norm = SequenceParallel() if sequence else ReplicateParallel()
     # A rank's heads alone give a part of the gradients of QKNorm.
-    plan = {"*.norm": norm, "0.qk": SequenceParallel()}
+    plan = {"*.norm": norm, "2.whole": norm, "0.qk": SequenceParallel()}
     plan |= dict.fromkeys(("0.qkv", "1.up"), ColwiseParallel(input_layouts=rows))
     plan |= dict.fromkeys(("0.out", "1.down"), RowwiseParallel(output_layouts=rows))
     return parallelize_module(decoder_layer(mesh.size()), mesh, plan)
@@ -231,134 +239,9 @@ def check_decoder_layer(sequence: bool, shape: tuple[int, ...], rank: int, size:
             if isinstance(grad, DTensor):
                 torch.testing.assert_close(grad.full_tensor(), of_names[name])
                 continue
-            if "qk." in name or (sequence and "norm" in name):
+            if "qk." in name or (sequence and ("norm" in name or "whole" in name)):
                 dist.all_reduce(grad)  # of this rank's heads or rows
             torch.testing.assert_close(grad, part(name, of_names[name]))
-
-
-# ---- whole models: DTensor parameters
-
-
-class Net(nn.Module):
-    """Two blocks `x + down(act(up(norm(x))))` and a head, on rows."""
-
-    def __init__(self, gated: bool, width: int = 16) -> None:
-        super().__init__()
-        self.gated = gated
-        act = tops.SwiGLU(glu_interleave_size=2) if gated else tops.GELU()
-        wide = 64
-        self.blocks = nn.ModuleList(
-            tops.Sequential(
-                {
-                    "fork": tops.MakeExtraOutput().set_extra_output_channel(
-                        0, "residual", output_to_caller=False
-                    ),
-                    "norm": tops.RMSNorm(width),
-                    "up": tops.Linear(width, wide),
-                    "act": act,
-                    "down": tops.Linear(wide // (2 if gated else 1), width),
-                    "add": tops.AddExtraInput().set_extra_input_channel(0, "residual"),
-                }
-            )
-            for _ in range(2)
-        )
-        self.head = tops.Sequential({"norm": tops.LayerNorm(width), "out": tops.Linear(width, 8)})
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
-def make_net(gated: bool) -> Net:
-    torch.manual_seed(0)
-    net = Net(gated)
-    with torch.no_grad():
-        for parameter in net.parameters():
-            parameter.add_(0.1 * torch.randn(parameter.shape))
-    return net
-
-
-def split_net(net: Net, mesh: DeviceMesh, sequence: bool) -> None:
-    rows = Shard(0) if sequence else Replicate()
-    whole = SequenceParallel if sequence else ReplicateParallel
-    plan = {
-        "blocks.*.norm": whole(),
-        "blocks.*.up": ColwiseParallel(input_layouts=rows),
-        "blocks.*.down": RowwiseParallel(output_layouts=rows),
-        "head.norm": whole(),
-        "head.out": whole(),
-    }
-    parallelize_module(net, mesh, plan)
-
-
-ROWS = 16
-
-
-def data(step: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(step)
-    return torch.randn(ROWS, 16, generator=generator), torch.randn(ROWS, 8, generator=generator)
-
-
-def train_net(
-    net: nn.Module, optimizer: torch.optim.Optimizer, steps: range, part: slice
-) -> list[Tensor]:
-    """The losses of this rank's rows, as parts of the mean over all, and the norms of the
-    gradients."""
-    found = []
-    for step in steps:
-        x, target = data(step)
-        optimizer.zero_grad()
-        loss = (net(x[part]) - target[part]).square().sum() / (ROWS * 8)
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(net.parameters(), 0.5)
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        optimizer.step()
-        found += [loss.detach(), norm.detach()]
-    return found
-
-
-def full_state(net: nn.Module) -> dict[str, Tensor]:
-    state = net.state_dict()
-    return {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in state.items()}
-
-
-def adam(net: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(net.parameters(), lr=0.02)
-
-
-class Run:
-    """A net that is split over all ranks, and its optimizer."""
-
-    def __init__(self, gated: bool, sequence: bool, mesh: DeviceMesh | None = None) -> None:
-        size, rank = dist.get_world_size(), dist.get_rank()
-        self.net = make_net(gated)
-        split_net(self.net, mesh or init_device_mesh("cpu", (size,)), sequence)
-        assert all(isinstance(parameter, DTensor) for parameter in self.net.parameters())
-        self.optimizer = adam(self.net)
-        rows = ROWS // size
-        self.part = slice(rank * rows, rank * rows + rows) if sequence else slice(None)
-        self.copies = 1 if sequence else size  # of each row, among the ranks
-
-    def train(self, steps: range) -> tuple[Tensor, Tensor]:
-        """The losses over all rows, and the norms of gradients."""
-        found = train_net(self.net, self.optimizer, steps, self.part)
-        losses = torch.stack(found[::2])
-        dist.all_reduce(losses)
-        return losses / self.copies, torch.stack(found[1::2])
-
-
-def check_net(gated: bool, sequence: bool) -> None:
-    """Training must equal that of one process: losses, norms of gradients, parameters."""
-    steps = range(20)
-    whole = make_net(gated)
-    want = train_net(whole, adam(whole), steps, slice(None))
-    run = Run(gated, sequence)
-    losses, norms = run.train(steps)
-    torch.testing.assert_close(losses, torch.stack(want[::2]), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(norms, torch.stack(want[1::2]), rtol=1e-5, atol=1e-5)
-    for name, tensor in full_state(run.net).items():
-        torch.testing.assert_close(tensor, whole.state_dict()[name], rtol=1e-5, atol=1e-5)
 
 
 # ---- experts
@@ -436,8 +319,8 @@ def check_sharded_experts(rank: int, size: int, experts: int) -> None:
     losses = train_experts(shared, replicas, slice(mine, mine + 1), rank % experts, experts)
     dist.all_reduce(losses)
     torch.testing.assert_close(losses / replicas, want)
-    for name, tensor in full_state(shared).items():
-        torch.testing.assert_close(tensor, whole.state_dict()[name])
+    for name, tensor in shared.state_dict().items():
+        torch.testing.assert_close(full(tensor), whole.state_dict()[name])
 
 
 def check_experts(rank: int, size: int) -> None:
@@ -522,14 +405,13 @@ def check_modes() -> None:
     """All ranks alternate training, eval, no-grad and frozen layers; torch compares their calls."""
     # This has the effect of TORCH_DISTRIBUTED_DEBUG=DETAIL for groups that are made from now on.
     dist.set_debug_level(DETAIL)
-    mesh = DeviceMesh.from_group(dist.new_group(), "cpu")
-    run = Run(gated=False, sequence=True, mesh=mesh)
+    layer = by_styles(DeviceMesh.from_group(dist.new_group(), "cpu"), sequence=True)
+    x, table = draw(0, 1, 4, WIDTH)[0], draw(1, 1, 8, 4)[0]  # 4 rows of a rank, 8 of both
     for step in range(200):
-        x, _ = data(step)
-        run.net.train(step % 4 != 1)
-        run.net.blocks[0].requires_grad_(step % 4 != 2)
+        layer.train(step % 4 != 1)
+        layer[0].requires_grad_(step % 4 != 2)
         with torch.set_grad_enabled(step % 4 != 3):
-            y = run.net(x[run.part])
+            y = layer(x, table, table)
         if y.requires_grad:
             y.sum().backward()
     dist.set_debug_level(dist.DebugLevel.OFF)
@@ -554,7 +436,5 @@ def work(rank: int, folder: str, size: int) -> None:
             check_sharded_experts(rank, size, experts)
         if size == 2:  # which takes its time
             distributed_worker.check(rank)
-            for gated, sequence in ((True, True), (False, False)):
-                check_net(gated, sequence)
             check_modes()
         gpt_worker.check(Path(folder))

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 # On two busy cores, this is several times as long as the longest job takes on free ones.
 LIMIT = 500
@@ -61,6 +63,11 @@ def _run_all(rank: int, works: list[Callable[[int], None]], folder: str, size: i
             work(rank)
             dist.barrier()
             Path(folder, f"{work.__name__} {rank}").touch()
+
+
+def full(tensor: Tensor) -> Tensor:
+    """The whole of a tensor of which each rank may have a part."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 class Jobs:

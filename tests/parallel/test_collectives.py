@@ -337,11 +337,20 @@ def test_collectives_in_chunks_beside_products(group, recompute, shape, forward,
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
-def test_what_an_mlp_keeps(group):
+@pytest.mark.parametrize("backend", [None, "aot_eager", "inductor"])
+def test_what_an_mlp_keeps(group, backend):
     module = mlp(group, True)
-    module(torch.randn(4, 8, requires_grad=True)).sum().backward()
+    run = torch.compile(module, fullgraph=True, backend=backend) if backend else module
+    x = torch.randn(4, 8, requires_grad=True)
     # x as it was given, 32 bytes a row; and for both ranks' rows what GELU was given, 32 wide.
-    assert f"{32 + 2 * 128} bytes a row saved for backward" in str(module.explain())
+    kept = 32 + 2 * 128
+    assert saved_bytes(module, x, call=run) == 4 * kept
+    y = run(x)
+    group.calls.clear()
+    y.sum().backward()
+    assert sorted(name for name, _ in group.calls) == ["gather", "gather", "scatter"]
+    if backend is None:
+        assert f"{kept} bytes a row saved for backward" in str(module.explain())
 
 
 # ---- a layer whose heads are split
@@ -465,18 +474,6 @@ def test_a_norm_over_all_heads_needs_those_of_other_ranks(group, product):
     module = tops.Sequential(product(32, sizes, **column), norm)
     with pytest.raises(ValueError, match=r"\[QKNorm\] per_head must be True behind a product"):
         module(torch.randn(4, 32))
-
-
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_what_a_compiled_mlp_keeps(group, backend):
-    module = mlp(group, True)
-    fast = torch.compile(module, fullgraph=True, backend=backend)
-    x = torch.randn(4, 8, requires_grad=True)
-    assert saved_bytes(module, x, call=fast) == 4 * (32 + 2 * 128)
-    y = fast(x)
-    group.calls.clear()
-    y.sum().backward()
-    assert sorted(name for name, _ in group.calls) == ["gather", "gather", "scatter"]
 
 
 @pytest.mark.parametrize("product", [tops.Linear, tops.PackedLinear])
