@@ -13,6 +13,13 @@ from torch import nn
 from transformer_ops import _C, ops
 
 KEEPS = {"activation_recompute_in_mlp": False}
+GROUPED = {
+    "num_groups": 2,
+    "in_features": 3,
+    "out_features": 5,
+    "accumulate_into_main_grad": False,
+    "delay_wgrad_compute": False,
+}
 # What each native op reports to the planner: (op, kind, attributes, parameter shapes).
 NATIVE = [
     (lambda: ops.Identity(), "Identity", {}, {}),
@@ -68,29 +75,13 @@ NATIVE = [
     (
         lambda: ops.GroupedLinear(2, 3, 5, single_grouped_weight=True, single_grouped_bias=True),
         "GroupedLinear",
-        {
-            "num_groups": 2,
-            "in_features": 3,
-            "out_features": 5,
-            "accumulate_into_main_grad": False,
-            "delay_wgrad_compute": False,
-            "single_grouped_weight": True,
-            "single_grouped_bias": True,
-        },
+        {**GROUPED, "single_grouped_weight": True, "single_grouped_bias": True},
         {"weight": (2, 5, 3), "bias": (2, 5)},
     ),
     (
         lambda: ops.GroupedLinear(2, 3, 5),
         "GroupedLinear",
-        {
-            "num_groups": 2,
-            "in_features": 3,
-            "out_features": 5,
-            "accumulate_into_main_grad": False,
-            "delay_wgrad_compute": False,
-            "single_grouped_weight": False,
-            "single_grouped_bias": False,
-        },
+        {**GROUPED, "single_grouped_weight": False, "single_grouped_bias": False},
         {"weight0": (5, 3), "weight1": (5, 3), "bias0": (5,), "bias1": (5,)},
     ),
     (lambda: ops.ScaledSwiGLU(), "ScaledSwiGLU", {**KEEPS, "glu_interleave_size": 0}, {}),

@@ -48,6 +48,7 @@ def test_surplus_keys_are_errors():
     linear = ops.Linear(3, 5)
     state = linear.state_dict()
     for key, value in (
+        ("other", torch.ones(1)),
         ("_extra_state", torch.ones(3)),
         ("basic_ops.0._extra_state", torch.ones(3)),
         ("basic_ops.0.weight", torch.ones(5, 3)),  # beside a "weight"

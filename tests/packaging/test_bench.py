@@ -314,13 +314,7 @@ def test_another_processor_widens_the_limit_of_times_alone(about: dict[str, Any]
     assert check.compare(found[0], recorded) == ([], 3)
     worse, _ = check.compare(found[1], recorded)
     assert [w.limit for w in worse] == [4.0, 4.0, 1.5]
-
-
-def test_check_compares_saved_bytes() -> None:
-    grown = row(eager=8.0, ours=4.0)
-    grown["saved"]["ours"] = 151
-    worse, _ = check.compare(results(grown), results(row(eager=8.0, ours=4.0)))
-    assert [w.what for w in worse] == ["saved bytes, ours / eager"]
+    assert worse[-1].what == "saved bytes, ours / eager"
 
 
 # ---- files

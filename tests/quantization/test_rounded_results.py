@@ -64,9 +64,12 @@ def attribute(name: str, type: str) -> Any:
     return known.get(name, 1.5)
 
 
-def arguments(name: str, x: Tensor, known: dict[str, Any] | None = None) -> list[Any]:
-    """The arguments of an op for the input `x`; `known` has the results of its forward by name."""
-    numbers = torch.Generator().manual_seed(3)
+def arguments(
+    name: str, x: Tensor, known: dict[str, Any] | None = None, dims: int = 1
+) -> list[Any]:
+    """The arguments of an op for the input `x`; `known` has the results of its forward by name. A
+    norm is over the last `dims` dimensions."""
+    numbers, normalized = torch.Generator().manual_seed(3), x.shape[x.dim() - dims :]
 
     def randn(*sizes: int) -> Tensor:
         return torch.randn(sizes, generator=numbers).to(x.dtype)
@@ -75,9 +78,9 @@ def arguments(name: str, x: Tensor, known: dict[str, Any] | None = None) -> list
         "input": lambda: x,
         "extra_input": lambda: randn(*x.shape),
         "grad_output": lambda: randn(*(known or {})["output"].shape),
-        "normalized_shape": lambda: [x.shape[-1]],
-        "weight": lambda: randn(*x.shape[-1:]),
-        "bias": lambda: randn(*x.shape[-1:]),
+        "normalized_shape": lambda: list(normalized),
+        "weight": lambda: randn(*normalized),
+        "bias": lambda: randn(*normalized),
         "gamma": lambda: randn(*x.shape[-1:]),
         "scales": lambda: randn(*x.shape[:-1]).float(),
     }
@@ -92,22 +95,22 @@ def arguments(name: str, x: Tensor, known: dict[str, Any] | None = None) -> list
     return values
 
 
-def call_of(name: str, x: Tensor) -> list[Any]:
+def call_of(name: str, x: Tensor, dims: int = 1) -> list[Any]:
     """Arguments of the op `name`: of a backward, those that follow from its forward."""
     forward = forward_of(name)
+    taken = arguments(forward, x, dims=dims)
     if forward == name:
-        return arguments(name, x)
-    taken = arguments(forward, x)
+        return taken
     results = op_of(forward)(*taken)
     results = results if isinstance(results, tuple) else (results,)
     schema = schema_of(forward)
     known = {argument.name: value for argument, value in zip(schema.arguments, taken, strict=True)}
     known |= {result.name: value for result, value in zip(schema.returns, results, strict=True)}
-    return arguments(name, x, known)
+    return arguments(name, x, known, dims)
 
 
-def check(name: str, x: Tensor, formats: tuple[str, str]) -> None:
-    taken = call_of(name, x)
+def check(name: str, x: Tensor, formats: tuple[str, str], dims: int = 1) -> None:
+    taken = call_of(name, x, dims)
     copies = [value.clone() if isinstance(value, Tensor) else value for value in taken]
     want = op_of(name)(*copies)
     first, *rest = want if isinstance(want, tuple) else (want,)
@@ -158,14 +161,8 @@ def test_numbers_that_are_none_stay_in_their_block() -> None:
 
 
 def test_norms_over_several_dimensions() -> None:
-    x, weight = torch.randn(301, 4, 256).bfloat16(), torch.randn(4, 256).bfloat16()
-    y, rstd = OPS.rms_norm(x, weight, list(weight.shape), 1e-5, False)
-    for rows, columns in FORMATS:
-        got = op_of("rms_norm.rounded")(x, weight, list(weight.shape), 1e-5, False, rows, columns)
-        assert torch.equal(got[0], OPS.quantize_dequantize(y, rows, "bfloat16"))
-        assert torch.equal(got[1], rstd)
-        if columns:
-            assert torch.equal(got[2], OPS.quantize_dequantize(y, columns, "bfloat16"))
+    for formats in FORMATS:
+        check("rms_norm", torch.randn(301, 4, 256).bfloat16(), formats, dims=2)
 
 
 def test_strides_and_arguments_that_are_not_to_be_written() -> None:
