@@ -19,6 +19,8 @@ from models import MODELS, Model, model_rows
 from suite.rows import Row, run
 from torch import nn
 
+import transformer_ops as tops
+
 # Names of modules with adapters.
 TARGETS: dict[str, str | list[str]] = {
     "LoRA on q and v": ["q_proj", "v_proj", "query", "value"],
@@ -59,7 +61,9 @@ def rows(quick: bool) -> Iterator[Row]:
     """All rows, in the order in which they are measured."""
     for name, case, dtypes in all_cases():
         if not quick or name in QUICK:
-            for dtype in dtypes[:1] if quick else dtypes:
+            # A step of torch in bfloat16 takes a minute on processors that do not multiply it.
+            is_slow = quick and not tops.processor().multiplies_bfloat16
+            for dtype in (FLOAT32,) if is_slow else dtypes[:1] if quick else dtypes:
                 yield from model_rows(name, case, dtype, quick, seconds=8.0, sizes=())
 
 
