@@ -251,14 +251,9 @@ class Adapted(Typed):
 
     def gradients(self, attributes: Any, grad: Tensor, *saved: Tensor) -> tuple[Tensor, Any]:
         lists = ([tensor.to(grad.dtype)] for tensor in saved[3:])
-        options = (
-            [8],
-            [0],
-            self.scaling(attributes),
-            attributes["p"],
-            [True] * 2 + [False, True, True],
-        )
-        grad, *found = OPS.lora_linear_backward(grad, *saved[:3], *lists, *options)
+        options = ([8], [0], self.scaling(attributes), attributes["p"])
+        wanted = [True, True, False, True, True]
+        grad, *found = OPS.lora_linear_backward(grad, *saved[:3], *lists, *options, wanted)
         return grad, [tensor for tensors in found for tensor in tensors]
 
 
@@ -277,8 +272,10 @@ class Grouped(Typed):
     def gradients(self, attributes: Any, grad: Tensor, *saved: Tensor) -> tuple[Tensor, Any]:
         x, splits, *weights = saved
         weights = [weight.to(grad.dtype) for weight in weights]
-        options = (weights, [], None, False, False, [True, True, False, False])
-        return OPS.grouped_linear_backward(grad, x, splits, *options)[:2]
+        wanted = [True, True, False, False]
+        return OPS.grouped_linear_backward(
+            grad, x, splits, weights, [], None, False, False, wanted
+        )[:2]
 
 
 def mlp() -> list[Any]:
@@ -740,7 +737,7 @@ def surroundings() -> Iterator[Row]:
             lambda self, x, w: 1 + (x.dtype == torch.float32 and w.data_ptr() != address(self)),
         ),
         "frozen in three dimensions": (
-            "together: .*three",
+            "together: .*frozen",
             lambda self, x, w: 1 + (x.dim() == 3 and not self.basic_ops[0].weight.requires_grad),
         ),
         "frozen in float64": (

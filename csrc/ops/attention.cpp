@@ -10,109 +10,35 @@
 namespace transformer_ops::ops::attention {
 namespace {
 
-using Scale = std::optional<double>;
-
-// With sinks, no row is without a score.
-Attention attention_of(const Tensor* sinks, int64_t num_heads, int64_t num_kv_heads,
-                       int64_t head_dim, bool by_head, bool causal, double p, Scale scale,
-                       bool nan_rows, bool training) {
-  return {num_heads, num_kv_heads,     head_dim, by_head,
-          causal,    training ? p : 0, scale,    nan_rows && sinks == nullptr,
-          sinks};
-}
-
 TensorSpecs forward_shape(const Checks& check, const Tensor& input, const Tensor* mask,
-                          const Tensor* sinks, int64_t num_heads, int64_t num_kv_heads,
-                          int64_t head_dim, bool by_head, bool causal, double p, Scale scale,
-                          bool nan_rows, bool training) {
-  const Attention attention = attention_of(sinks, num_heads, num_kv_heads, head_dim, by_head,
-                                           causal, p, scale, nan_rows, training);
+                          const Attention& attention) {
   check_attention(check, input, mask, attention);
   return attention_outputs(input, attention);
 }
 
-std::tuple<Tensor, Tensor, Tensor> forward_cpu(const Tensor& input, const Tensor* mask,
-                                               const Tensor* sinks, int64_t num_heads,
-                                               int64_t num_kv_heads, int64_t head_dim, bool by_head,
-                                               bool causal, double p, Scale scale, bool nan_rows,
-                                               bool training) {
-  return attention_cpu(input, mask,
-                       attention_of(sinks, num_heads, num_kv_heads, head_dim, by_head, causal, p,
-                                    scale, nan_rows, training));
-}
-
-std::tuple<Tensor, Tensor, Tensor> forward_cuda(const Tensor& input, const Tensor* mask,
-                                                const Tensor* sinks, int64_t num_heads,
-                                                int64_t num_kv_heads, int64_t head_dim,
-                                                bool by_head, bool causal, double p, Scale scale,
-                                                bool nan_rows, bool training) {
-  return attention_cuda(input, mask,
-                        attention_of(sinks, num_heads, num_kv_heads, head_dim, by_head, causal, p,
-                                     scale, nan_rows, training));
-}
-
-Tensor forward_decomposed(const Tensor& input, const Tensor* mask, const Tensor* sinks,
-                          int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, bool by_head,
-                          bool causal, double p, Scale scale, bool nan_rows, bool training) {
-  return attention_decomposed(input, mask,
-                              attention_of(sinks, num_heads, num_kv_heads, head_dim, by_head,
-                                           causal, p, scale, nan_rows, training));
+Tensor forward_decomposed(const Tensor& input, const Tensor* mask, const Attention& attention) {
+  return attention_decomposed(input, mask, attention);
 }
 
 TensorSpecs backward_shape(const Checks& check, const Tensor& grad_output, const Tensor& input,
-                           const Tensor* mask, const Tensor* sinks, const Tensor& output,
-                           const Tensor* log_sum_exp, const Tensor& seed, int64_t num_heads,
-                           int64_t num_kv_heads, int64_t head_dim, bool by_head, bool causal,
-                           double p, Scale scale, bool nan_rows, bool training,
-                           AttentionMask wanted) {
-  const TensorSpecs specs = forward_shape(check, input, mask, sinks, num_heads, num_kv_heads,
-                                          head_dim, by_head, causal, p, scale, nan_rows, training);
+                           const Tensor& output, const Tensor* log_sum_exp, const Tensor& seed,
+                           const Tensor* mask, const Attention& attention, AttentionMask wanted) {
+  const TensorSpecs specs = forward_shape(check, input, mask, attention);
   check.spec("grad_output", grad_output, specs[0]);
   check.spec("output", output, specs[0]);
   if (log_sum_exp != nullptr) check.spec("log_sum_exp", *log_sum_exp, specs[1]);
   check.spec("seed", seed, specs[2]);
   const auto [wants_input, wants_sinks] = wanted;
+  const bool has_sinks = attention.sinks != nullptr;
+  const TensorSpec of_sinks = like(has_sinks ? *attention.sinks : input);
   return {wants_input ? like(input) : absent(input.scalar_type()),
-          wants_sinks && sinks != nullptr
-              ? like(*sinks)
-              : absent((sinks != nullptr ? *sinks : input).scalar_type())};
-}
-
-std::tuple<Tensor, Tensor> backward_cpu(const Tensor& grad_output, const Tensor& input,
-                                        const Tensor* mask, const Tensor* sinks,
-                                        const Tensor& output, const Tensor* log_sum_exp,
-                                        const Tensor& seed, int64_t num_heads, int64_t num_kv_heads,
-                                        int64_t head_dim, bool by_head, bool causal, double p,
-                                        Scale scale, bool nan_rows, bool training,
-                                        AttentionMask wanted) {
-  return attention_backward_cpu(grad_output, input, mask, output, log_sum_exp, seed,
-                                attention_of(sinks, num_heads, num_kv_heads, head_dim, by_head,
-                                             causal, p, scale, nan_rows, training),
-                                wanted);
-}
-
-std::tuple<Tensor, Tensor> backward_cuda(const Tensor& grad_output, const Tensor& input,
-                                         const Tensor* mask, const Tensor* sinks,
-                                         const Tensor& output, const Tensor* log_sum_exp,
-                                         const Tensor& seed, int64_t num_heads,
-                                         int64_t num_kv_heads, int64_t head_dim, bool by_head,
-                                         bool causal, double p, Scale scale, bool nan_rows,
-                                         bool training, AttentionMask wanted) {
-  return attention_backward_cuda(grad_output, input, mask, output, log_sum_exp, seed,
-                                 attention_of(sinks, num_heads, num_kv_heads, head_dim, by_head,
-                                              causal, p, scale, nan_rows, training),
-                                 wanted);
+          wants_sinks && has_sinks ? of_sinks : absent(of_sinks.dtype)};
 }
 
 std::tuple<Tensor, Tensor> backward_decomposed(const Tensor& grad_output, const Tensor& input,
-                                               const Tensor* mask, const Tensor* sinks,
                                                const Tensor&, const Tensor*, const Tensor& seed,
-                                               int64_t num_heads, int64_t num_kv_heads,
-                                               int64_t head_dim, bool by_head, bool causal,
-                                               double p, Scale scale, bool nan_rows, bool training,
+                                               const Tensor* mask, const Attention& attention,
                                                AttentionMask wanted) {
-  const Attention attention = attention_of(sinks, num_heads, num_kv_heads, head_dim, by_head,
-                                           causal, p, scale, nan_rows, training);
   const auto again = [&](const Tensor& x, const Attention& with) {
     return attention_decomposed(x, mask, with, seed);
   };
@@ -173,28 +99,27 @@ int64_t bits_of_slot(const std::string& slot, int64_t width, int64_t element_bit
                       std::get<int64_t>(attributes.at("head_dim"));
              },
          .slot_bits = bits_of_slot},
-    .forward = {.schema = "attention(Tensor input, Tensor? mask, Tensor? sinks, int num_heads, int "
-                          "num_kv_heads, "
-                          "int head_dim, bool by_head, bool causal, float p, float? scale, bool "
-                          "nan_rows, bool training) -> "
+    .forward = {.schema = "attention(Tensor input, Tensor? mask, Tensor? sinks, int num_heads, "
+                          "int num_kv_heads, int head_dim, bool by_head, bool causal, float p, "
+                          "float? scale, bool nan_rows, bool training) -> "
                           "(Tensor output, Tensor log_sum_exp, Tensor seed)",
                 .shape = forward_shape,
                 .any_strides = {"mask"},
                 .products = {.of_heads = 2},
-                .bodies = {forward_cpu, forward_cuda, forward_decomposed},
+                .bodies = {attention_cpu, attention_cuda, forward_decomposed},
                 .random = true},
     .backward =
         {.schema =
-             "attention_backward(Tensor grad_output, Tensor input, Tensor? mask, Tensor? sinks, "
-             "Tensor output, Tensor? log_sum_exp, Tensor seed, int num_heads, "
+             "attention_backward(Tensor grad_output, Tensor input, Tensor output, "
+             "Tensor? log_sum_exp, Tensor seed, Tensor? mask, Tensor? sinks, int num_heads, "
              "int num_kv_heads, int head_dim, bool by_head, bool causal, float p, float? scale, "
-             "bool nan_rows, bool training, bool[2] output_mask) -> (Tensor grad_input, Tensor "
-             "grad_sinks)",
+             "bool nan_rows, bool training, bool[2] output_mask) -> "
+             "(Tensor grad_input, Tensor grad_sinks)",
          .shape = backward_shape,
          .any_strides = {"mask"},
          // The scores again, and four gradients.
          .products = {.of_heads = 5},
-         .bodies = {backward_cpu, backward_cuda, backward_decomposed}},
+         .bodies = {attention_backward_cpu, attention_backward_cuda, backward_decomposed}},
     .replay = replay,
 });
 

@@ -127,6 +127,22 @@ std::tuple<Tensor, Tensor> input_gradient(const Tensor& grad_output, const Tenso
 
 }  // namespace
 
+Attention BodyParameter<const Attention&>::get(c10::IValue& sinks) {
+  c10::IValue* const values = &sinks;
+  Attention found{.heads = values[1].toInt(),
+                  .kv_heads = values[2].toInt(),
+                  .head_dim = values[3].toInt(),
+                  .by_head = values[4].toBool(),
+                  .causal = values[5].toBool(),
+                  .p = values[6].toDouble(),
+                  .scale = BodyParameter<std::optional<double>>::get(values[7]),
+                  .nan_rows = values[8].toBool(),
+                  .sinks = BodyParameter<const Tensor*>::get(sinks)};
+  if (!values[9].toBool()) found.p = 0;  // in training alone
+  found.nan_rows &= found.sinks == nullptr;
+  return found;
+}
+
 void check_attention(const Checks& check, const Tensor& input, const Tensor* mask,
                      const Attention& attention) {
   check.compute_dtype("input", input);
@@ -187,29 +203,27 @@ std::tuple<Tensor, Tensor, Tensor> attention_cpu(const Tensor& input, const Tens
 }
 
 std::tuple<Tensor, Tensor> attention_backward_cpu(const Tensor& grad_output, const Tensor& input,
-                                                  const Tensor* mask, const Tensor& output,
-                                                  const Tensor* log_sum_exp, const Tensor& seed,
+                                                  const Tensor& output, const Tensor* log_sum_exp,
+                                                  const Tensor& seed, const Tensor* mask,
                                                   const Attention& attention,
                                                   AttentionMask wanted) {
-  const bool has_sinks = attention.sinks != nullptr;
-  const auto [wants_input, wants_sinks] = wanted;
-  const Tensor none = empty_cpu({0}, (has_sinks ? *attention.sinks : input).scalar_type());
+  const bool has_sinks = attention.sinks != nullptr, wants_sinks = has_sinks && wanted[1];
+  const Tensor none = empty_cpu({0}, input.scalar_type());
+  const Tensor no_sinks = empty_cpu({0}, (has_sinks ? *attention.sinks : input).scalar_type());
   if (input.numel() == 0) {
-    return {at::zeros(input.sizes(), input.options()),
-            has_sinks && wants_sinks ? at::zeros_like(*attention.sinks) : none};
+    return {wanted[0] ? at::zeros(input.sizes(), input.options()) : none,
+            wants_sinks ? at::zeros_like(*attention.sinks) : no_sinks};
   }
   const auto number = attention.p > 0 ? static_cast<uint64_t>(seed[0].item<int64_t>()) : 0;
   if (has_sinks && log_sum_exp == nullptr) {
     const auto [rows, statistics] = forward(input, mask, attention, number);
-    return attention_backward_cpu(grad_output, input, mask, rows, &statistics, seed, attention,
+    return attention_backward_cpu(grad_output, input, rows, &statistics, seed, mask, attention,
                                   wanted);
   }
   const auto [grad_input, statistics] =
       input_gradient(grad_output, input, mask, output, log_sum_exp, number, attention);
-  return {
-      wants_input ? contiguous(grad_input.to(input.scalar_type()).reshape(input.sizes()))
-                  : empty_cpu({0}, input.scalar_type()),
-      has_sinks && wants_sinks ? sinks_gradient(attention, grad_output, output, statistics) : none};
+  return {wanted[0] ? contiguous(grad_input.to(input.scalar_type()).reshape(input.sizes())) : none,
+          wants_sinks ? sinks_gradient(attention, grad_output, output, statistics) : no_sinks};
 }
 
 }  // namespace transformer_ops

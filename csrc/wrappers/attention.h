@@ -26,6 +26,15 @@ struct Attention {
   int64_t width() const { return (heads + 2 * kv_heads) * head_dim; }
 };
 
+// With sinks, no row reads nothing.
+template <>
+struct BodyParameter<const Attention&> {
+  static constexpr char kSchema[] = "Tensor?, int, int, int, bool, bool, float, float?, bool, bool",
+                        kName[] = "const Attention&";
+  static constexpr size_t kCount = 10;
+  static Attention get(c10::IValue& sinks);
+};
+
 // Checks the input and the mask, which may be null.
 void check_attention(const Checks& check, const Tensor& input, const Tensor* mask,
                      const Attention& attention);
@@ -54,12 +63,12 @@ std::tuple<Tensor, Tensor> attention_gradients(AttentionFunction function,
 // Without log_sum_exp, the input is not exactly that of forward, and the output and the statistics
 // are computed again.
 std::tuple<Tensor, Tensor> attention_backward_cpu(const Tensor& grad_output, const Tensor& input,
-                                                  const Tensor* mask, const Tensor& output,
-                                                  const Tensor* log_sum_exp, const Tensor& seed,
+                                                  const Tensor& output, const Tensor* log_sum_exp,
+                                                  const Tensor& seed, const Tensor* mask,
                                                   const Attention& attention, AttentionMask wanted);
 std::tuple<Tensor, Tensor> attention_backward_cuda(const Tensor& grad_output, const Tensor& input,
-                                                   const Tensor* mask, const Tensor& output,
-                                                   const Tensor* log_sum_exp, const Tensor& seed,
+                                                   const Tensor& output, const Tensor* log_sum_exp,
+                                                   const Tensor& seed, const Tensor* mask,
                                                    const Attention& attention,
                                                    AttentionMask wanted);
 

@@ -92,19 +92,18 @@ std::tuple<Tensor, Tensor> flash_backward(const Tensor& grad_output, const Tenso
 
 // ---- plain ATen
 
-// `added` may be undefined, and `empty`, the rows that read nothing and become zeros, too; sinks
-// may be null.
+// `added` may be undefined, and `empty`, the rows that read nothing and become zeros, and the
+// scores of sinks, which broadcast to [..., heads, rows, 1], too.
 Tensor probabilities_of(const Tensor& query, const Tensor& key, double scale, const Tensor& added,
-                        const Tensor& empty, const Tensor* sinks = nullptr) {
+                        const Tensor& empty, const Tensor& sinks = {}) {
   const int64_t groups = query.size(-3) / key.size(-3);
   const Tensor keys = groups > 1 ? key.repeat_interleave(groups, -3) : key;
   Tensor scores = at::matmul(query, keys.transpose(-1, -2)) * scale;
   if (added.defined()) scores = scores + added;
-  if (sinks != nullptr) {
+  if (sinks.defined()) {
     c10::SymDimVector sizes(scores.sym_sizes());
     sizes.back() = 1;
-    const Tensor sink = sinks->to(scores.scalar_type()).unsqueeze(-1).unsqueeze(-1);
-    return at::softmax(at::cat({sink.expand_symint(sizes), scores}, -1), -1).slice(-1, 1);
+    return at::softmax(at::cat({sinks.expand_symint(sizes), scores}, -1), -1).slice(-1, 1);
   }
   if (!empty.defined()) return at::softmax(scores, -1);
   return at::softmax(scores.masked_fill(empty, 0), -1).masked_fill(empty, 0);
@@ -235,8 +234,8 @@ std::tuple<Tensor, Tensor, Tensor> attention_cuda(const Tensor& input, const Ten
 }
 
 std::tuple<Tensor, Tensor> attention_backward_cuda(const Tensor& grad_output, const Tensor& input,
-                                                   const Tensor* mask, const Tensor& output,
-                                                   const Tensor* log_sum_exp, const Tensor& seed,
+                                                   const Tensor& output, const Tensor* log_sum_exp,
+                                                   const Tensor& seed, const Tensor* mask,
                                                    const Attention& attention,
                                                    AttentionMask wanted) {
   const bool wants_sinks = attention.sinks != nullptr && wanted[1];
@@ -281,10 +280,17 @@ Tensor attention_decomposed(const Tensor& input, const Tensor* mask, const Atten
       needs_float64(input, mask, attention) ? input.to(at::kDouble) : to_accumulate(input);
   const auto [query, key, value] = heads_of(rows, attention);
   Tensor added = mask_of(input, mask, attention, rows.scalar_type());
-  const bool has_numbers = mask != nullptr && mask->scalar_type() != at::kBool;
-  if (has_numbers && attention.sinks == nullptr) added = relative(added);
+  Tensor sinks;
+  if (attention.sinks != nullptr) {
+    sinks = attention.sinks->to(rows.scalar_type()).unsqueeze(-1).unsqueeze(-1);
+  }
+  if (mask != nullptr && mask->scalar_type() != at::kBool) {
+    const Tensor shift = shift_of(added);
+    added = added - shift;
+    if (sinks.defined()) sinks = sinks - shift;
+  }
   Tensor p = probabilities_of(query, key, scale_of(attention), added,
-                              rows_that_read_nothing(mask, added, attention), attention.sinks);
+                              rows_that_read_nothing(mask, added, attention), sinks);
   if (seed.defined() && seed.sym_numel() > 0) {
     TORCH_CHECK(!p.is_cuda(),
                 "[attention] p must be 0 on CUDA where forward is computed again, got ",

@@ -104,11 +104,13 @@ std::optional<Tensor> added_mask(const Tensor& input, const Tensor* mask,
   return mask_with_one_batch(mask_of(input, mask, attention, dtype), input);
 }
 
-Tensor relative(const Tensor& mask, double limit) {
+Tensor shift_of(const Tensor& mask, double limit) {
   const Tensor greatest = mask.amax(-1, /*keepdim=*/true);
   const Tensor size = greatest.abs();
-  return mask - at::where((size > kSmall).logical_and(size < limit), greatest, 0);
+  return at::where((size > kSmall).logical_and(size < limit), greatest, 0);
 }
+
+Tensor relative(const Tensor& mask, double limit) { return mask - shift_of(mask, limit); }
 
 void add_sinks(const Attention& attention, Tensor& output, Tensor& log_sum_exp) {
   if (attention.sinks == nullptr) return;

@@ -52,6 +52,8 @@ inline constexpr double kSmall = 64, kAbsorbing = 1e18;
 // Numbers to add to scores, less the greatest of each row if it is between these limits, which
 // changes no probability. Scores would be rounded to its size.
 Tensor relative(const Tensor& mask, double limit = kAbsorbing);
+// What that subtracts from each row.
+Tensor shift_of(const Tensor& mask, double limit = kAbsorbing);
 
 // Adds the score of the sink to the statistics [..., rows, heads], and multiplies the output
 // [..., rows, width] in place by the part of the probabilities that is not the sink's. Does nothing
