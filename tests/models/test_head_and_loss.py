@@ -327,6 +327,7 @@ HEADS: dict[str, tuple[dict[str, Any], str]] = {
          "num_attention_heads": 4, "word_embed_proj_dim": 32},
         "lm_head",
     ),
+    "HyperCLOVAXForCausalLM": (SIZES | {"logits_scaling": 0.3}, "lm_head"),
     "WhisperForConditionalGeneration": (
         _BART | {"max_source_positions": 8, "max_target_positions": 16, "num_mel_bins": 4,
                  "pad_token_id": 0},
@@ -356,6 +357,8 @@ def test_heads_of_other_forms(heads: tuple[Any, Any, str]) -> None:
         del given["input_ids"]
         given["input_features"] = torch.randn(2, 4, 16)
     for use in ("loss", "loss and logits", "loss"):
+        if use != "loss" and hasattr(fused.config, "logits_scaling"):
+            plain.config.logits_scaling = fused.config.logits_scaling = 0.7
         want, got = plain(**given), fused(**given)
         assert is_deferred(got.logits)
         torch.testing.assert_close(got.loss, want.loss)

@@ -65,6 +65,11 @@ def _after(module: Any, names: Names) -> Callable[[Tensor], Tensor] | None:
         if names["call"] not in ("float", "contiguous"):
             raise FuseUnfit(f"{names['call']} changes the logits")
         return operator.methodcaller(names["call"])
+    if "factor" in names:
+        factor = getattr(module.config, names["factor"])
+        if type(factor) not in (int, float):
+            raise FuseUnfit(f"{names['factor']} is no number")
+        return lambda logits: logits * factor
     if "row" in names:
         owner, row = weakref.ref(module), names["row"]  # the module has these ops
         if not isinstance(getattr(module, row), Tensor):
@@ -86,7 +91,12 @@ def _is_transformed() -> bool:
 
 register_fuse_rule(
     "head and loss",
-    ["L = any_steps(H)", "L = any_steps(H).any_call()", "L = any_steps(H) + self.any_row"],
+    [
+        "L = any_steps(H)",
+        "L = any_steps(H).any_call()",
+        "L = any_steps(H) + self.any_row",
+        "L = any_steps(H) * self.config.any_factor",
+    ],
     _head,
     when=_trains,
 )
