@@ -26,7 +26,7 @@ struct Attention {
   int64_t width() const { return (heads + 2 * kv_heads) * head_dim; }
 };
 
-// With sinks, no row reads nothing.
+// Its arguments begin with the sinks. With those each row reads something, and nan_rows is false.
 template <>
 struct BodyParameter<const Attention&> {
   static constexpr char kSchema[] = "Tensor?, int, int, int, bool, bool, float, float?, bool, bool",

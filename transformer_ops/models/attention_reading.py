@@ -727,7 +727,7 @@ def _read(module: nn.Module, function: Any) -> tuple[dict[Any, Any], Reading | s
             break
     if found is None:
         why = (reasons or ["it asks for its mask"])[0]
-        # Torch's attention has no sinks.
+        # Where torch's attention does not take what is given, the eager function may be readable.
         more, implementation = None, "eager"
         found = read(0)
     if found is None:

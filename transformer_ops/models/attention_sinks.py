@@ -45,7 +45,7 @@ class SinkReader:
         return replace(scores, at=at, sinks=sinks.path, has_sink=True)
 
     def columns(self, scores: Scores, index: Any) -> Scores:
-        """Some of the scores."""
+        """An indexing of scores, which may drop the column of a sink."""
         found = replace(scores, at=scores.at[index])
         if not scores.has_sink or scores.p is None or not scores.has_columns:
             return found
@@ -55,6 +55,7 @@ class SinkReader:
         return replace(found, at=at, has_sink=False)
 
     def log_sums(self, scores: Any, dim: Any = None, keepdim: Any = False) -> LogSums:
+        """`torch.logsumexp` of all scores of a row."""
         is_known = isinstance(scores, Scores) and scores.p is None and not scores.sinks
         if not is_known or not scores.has_columns or dim != -1 or keepdim:
             raise Unknown("it sums something else")
@@ -62,6 +63,7 @@ class SinkReader:
         return LogSums(torch.arange(math.prod(shape)).view(shape), scores)
 
     def less_sinks(self, sums: Any, sinks: Sinks) -> LogSums:
+        """Each sum less the score of the sink of its head."""
         if not isinstance(sums, LogSums) or sums.sinks:
             raise Unknown("its sinks are others")
         shape = sums.scores.at.shape[:-1]

@@ -48,8 +48,8 @@ class Attention(BasicOperation, kind="Attention"):
 
     With `sinks`, a parameter `sinks[num_heads]` is the score of one more key of each head, which
     every row reads and whose value is 0 (Xiao et al. 2023; gpt-oss): a row that reads nothing else
-    gives zeros. On the CPU and where torch's flash kernel runs, it is added to what the kernel
-    gives; else, on CUDA, scores are made for all heads at once. Autocast rounds it to its dtype.
+    gives zeros. On the CPU and where torch's flash kernel runs, the kernel's output is scaled for
+    it; else, on CUDA, scores are made for all heads at once. Autocast rounds `sinks` to its dtype.
 
     Under tensor parallelism the numbers of heads are those of a rank, which has the queries, keys
     and values of its heads: `PackedLinear(..., tensor_parallel_mode="column")`.
